@@ -3,11 +3,21 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from typing import Final
 
+import pytest
 import trio
 import trio.testing
+from trio.testing import MockClock
 
+from tests.server.test_connection import Peer, connected, make_server
+from upr_protocol.errors import Status
+from upr_protocol.limits import HANDSHAKE_TIMEOUT_S
+from upr_protocol.wire import Error
 from upr_server.net.connection_ends import ENDS_MAX, ConnectionEnds
+from upr_server.net.turns import TURN_CONNECTIONS
 from upr_server.runtime import TurnTimer
 
 COUNT = 3 * ENDS_MAX + 1
@@ -52,3 +62,122 @@ async def test_all_are_ended_at_once_where_it_does_not_run() -> None:
     for scope in after:
         ends.end(scope)
     assert all(scope.cancel_called for scope in after)
+
+
+CROWD: Final = 100
+
+
+class Happenings(trio.abc.Instrument):
+    """What happens to the connections of a server, and how often in the same turn of the loop.
+
+    Attributes:
+        most: How often each happened in one turn at most.
+    """
+
+    def __init__(self) -> None:
+        self.most = Counter[str]()
+        self._in_turn = Counter[str]()
+
+    def note(self, happening: str) -> None:
+        """It happens."""
+        self._in_turn[happening] += 1
+        self.most[happening] = max(self.most[happening], self._in_turn[happening])
+
+    def before_io_wait(self, timeout: float) -> None:
+        """A turn ends."""
+        self._in_turn.clear()
+
+
+class NotedStream(trio.abc.HalfCloseableStream):
+    """A server's stream that notes its last word and its end.
+
+    Args:
+        stream: The stream.
+        happenings: Where these are noted.
+        breaks: Whether the connection is reset when the peer ends it.
+    """
+
+    def __init__(
+        self, stream: trio.abc.HalfCloseableStream, happenings: Happenings, *, breaks: bool
+    ) -> None:
+        self._stream = stream
+        self._happenings = happenings
+        self._breaks = breaks
+
+    async def receive_some(self, max_bytes: int | None = None) -> bytes | bytearray:
+        data = await self._stream.receive_some(max_bytes)
+        if self._breaks and not data:
+            raise trio.BrokenResourceError
+        return data
+
+    async def send_all(self, data: bytes | bytearray | memoryview) -> None:
+        await self._stream.send_all(data)
+
+    async def wait_send_all_might_not_block(self) -> None:
+        await self._stream.wait_send_all_might_not_block()
+
+    async def send_eof(self) -> None:
+        self._happenings.note("last word")
+        await self._stream.send_eof()
+
+    async def aclose(self) -> None:
+        self._happenings.note("end")
+        await self._stream.aclose()
+
+
+@asynccontextmanager
+async def crowd(*, breaks: bool = False) -> AsyncIterator[tuple[Sequence[Peer], Happenings]]:
+    """Peers of a server that ends some connections in each turn, and what happens to them."""
+    server, happenings = make_server(connections_max=CROWD), Happenings()
+    resources = server.connections.resources
+    resources.turn_timer.start()
+    trio.lowlevel.add_instrument(happenings)
+    async with AsyncExitStack() as stack:
+        nursery = await stack.enter_async_context(trio.open_nursery())
+        nursery.start_soon(resources.connection_ends.run)
+        nursery.start_soon(resources.step_writes.run)
+        peers = []
+        for _ in range(CROWD):
+            ours, theirs = trio.testing.memory_stream_pair()
+            pair = ours, NotedStream(theirs, happenings, breaks=breaks)
+            peers.append(await stack.enter_async_context(connected(server, pair)))
+        yield peers, happenings
+        trio.lowlevel.remove_instrument(happenings)
+        nursery.cancel_scope.cancel()
+
+
+def leave_together(peers: Sequence[Peer]) -> None:
+    """They end their connections in one step."""
+    for peer in peers:
+        assert isinstance(peer.stream, trio.StapledStream)
+        peer.stream.send_stream.close()
+
+
+async def test_handshakes_that_time_out_together_end_some_in_each_turn(
+    autojump_clock: MockClock,
+) -> None:
+    """The peers hang up, too, as soon as they have heard so: in the same turn in the end."""
+    async with crowd() as (peers, happenings):
+        await trio.sleep(HANDSHAKE_TIMEOUT_S + 0.1)
+        assert 0 < happenings.most["last word"] <= ENDS_MAX
+        assert not happenings.most["end"]
+        for peer in peers:
+            await peer.hangs_up()
+            (error,) = peer.heard
+            assert isinstance(error, Error)
+            assert error.status == Status.IDLE
+        leave_together(peers)
+        await trio.sleep(0.1)
+        assert 0 < happenings.most["end"] <= 2 * TURN_CONNECTIONS
+
+
+@pytest.mark.parametrize("breaks", [False, True])
+async def test_connections_that_peers_leave_together_end_some_in_each_turn(
+    autojump_clock: MockClock, *, breaks: bool
+) -> None:
+    async with crowd(breaks=breaks) as (peers, happenings):
+        for peer in peers:
+            await peer.open()
+        leave_together(peers)
+        await trio.sleep(0.1)
+        assert 0 < happenings.most["end"] <= ENDS_MAX

@@ -153,6 +153,8 @@ class AcceptedConnection:
         try:
             if await self._converse() and self.session.state is SessionState.CLOSED:
                 await self._close_gracefully()
+                # Peers that leave together have all got here in one turn.
+                await self._wait_for_connection_turn()
         except* (trio.BrokenResourceError, trio.ClosedResourceError):
             self._log_loss()
         except* NotTlsError:
@@ -176,7 +178,8 @@ class AcceptedConnection:
                 nursery.start_soon(self._keep_time)
                 is_connected = await self._write()
                 await self._close_streams()
-                nursery.cancel_scope.cancel()
+                # Not at once: 1,000 that time out together come here together.
+                self._resources.connection_ends.end(nursery.cancel_scope)
             return is_connected
         finally:
             self._frame.close()
@@ -608,6 +611,8 @@ class AcceptedConnection:
         with trio.move_on_at(self._opened_at + HANDSHAKE_TIMEOUT_S):
             await self._ready.wait()
         if not self._ready.is_set():
+            await self._wait_for_connection_turn()
+        if not self._ready.is_set():
             awaited_message = "log-in" if session.client_identity else "Hello"
             session.fail(
                 Status.IDLE, f"no {awaited_message} within {HANDSHAKE_TIMEOUT_S:.0f} seconds"
@@ -620,8 +625,18 @@ class AcceptedConnection:
                 # How long a peer may take nothing is the writer's to say.
                 await trio.sleep(BUSY_S)
             elif trio.current_time() >= session.keep_alive.next_check():
-                await self._check_silence()
-                self.wake()
+                await self._wait_for_connection_turn()
+                if self._is_idle:
+                    await self._check_silence()
+                    self.wake()
+
+    async def _wait_for_connection_turn(self) -> None:
+        """What comes next may be due on thousands of connections at the same time: some have their
+        turn together."""
+        turns = self._resources.connection_turns
+        if not turns.may_begin:
+            await turns.next_turn()
+        turns.note_used(1)
 
     async def _check_silence(self) -> None:
         session = self.session

@@ -1,7 +1,7 @@
-"""Ending connections whose peers have gone: some in each turn of the loop.
+"""Ending connections that are over: some in each turn of the loop.
 
-A thousand peers may leave in the same moment. To end a connection takes several steps of its tasks,
-and those of all of them would come together.
+A thousand peers may leave in the same moment, or stay silent for too long. To end a connection
+takes several steps of its tasks, and those of all of them would come together.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ ENDS_MAX: Final = 16
 
 
 class ConnectionEnds:
-    """Cancels the tasks of connections whose peers have gone, in the order in which they went."""
+    """Cancels the tasks of connections that are over, in the order in which they ended."""
 
     __slots__ = ("_has_waiting", "_is_running", "_waiting_scopes")
 

@@ -21,7 +21,9 @@ from upr_server.net.log_in import LogInResources
 from upr_server.net.partition_request_queue import PartitionRequestQueues
 from upr_server.net.step_writes import StepWrites
 from upr_server.net.turns import (
+    CONNECTION_LANES,
     STEP_LANES,
+    TURN_CONNECTIONS,
     TURN_READ_BYTES,
     TURN_STEPS_S,
     TURN_WRITE_BYTES,
@@ -114,12 +116,14 @@ class ServerResources:
         frame_budget: Memory for frames that are not whole yet.
         queues: Requests that wait for the disk.
         step_writes: Connections to write to at the end of a step.
-        connection_ends: Connections whose peers have gone.
+        connection_ends: Connections that are over.
         streams_may_begin: Notified when streams may begin of partitions of which none could.
         scratch: What sockets are read into.
         read_turns: The turns of reads of large bodies.
         write_turns: The turns of writers that have much to write.
         step_turns: The turns of connections whose requests take long.
+        connection_turns: The turns of connections on which something is due that may be due on
+            thousands at the same time.
         wait_turns: The turns of answers to those who wait for numbers.
     """
 
@@ -157,6 +161,12 @@ class ServerResources:
     step_turns: BudgetedTurns = attrs.field(
         default=attrs.Factory(
             lambda self: BudgetedTurns(self.turn_timer, TURN_STEPS_S, STEP_LANES), takes_self=True
+        )
+    )
+    connection_turns: BudgetedTurns = attrs.field(
+        default=attrs.Factory(
+            lambda self: BudgetedTurns(self.turn_timer, TURN_CONNECTIONS, CONNECTION_LANES),
+            takes_self=True,
         )
     )
     wait_turns: Turns = attrs.field(factory=Turns)

@@ -25,6 +25,14 @@ STEP_LANES: Final = 3
 """Connections with long steps that have their turn together: a step takes up to 2 ms."""
 
 
+TURN_CONNECTIONS: Final = 16
+"""Connections that say or end something in one turn of the loop because it is time, before others
+wait: at some 100 µs each, 2 ms."""
+
+CONNECTION_LANES: Final = 16
+"""Those of them that have their turn together."""
+
+
 class TurnCounter(Protocol):
     """Counts the loop's turns."""
 
