@@ -110,5 +110,34 @@ def test_a_number_that_spark_has_no_type_for(name: str) -> None:
         if value == LONG_MAX:
             assert snapshot.of_chunks([builder.build()]).to_pylist() == [{name: value}]
             continue
-        with pytest.raises(PipelineError, match=rf"UPR_TOO_LARGE.*column {name} holds {value},"):
-            snapshot.of_chunks([builder.build()])
+        valid = chunk_of([(Operation.SET, b"key", b"", 2, 0, 0)], first=0)
+        for chunks in ([builder.build()], [valid, builder.build()]):
+            with pytest.raises(
+                PipelineError, match=rf"UPR_TOO_LARGE.*column {name} holds {value},"
+            ):
+                snapshot.of_chunks(chunks)
+
+
+@given(
+    st.lists(st.one_of(ROWS, SETS, PLAIN), min_size=1, max_size=4),
+    st.lists(st.sampled_from(list(READ_COLUMNS)), min_size=1, unique=True),
+)
+def test_snapshots_share_the_columns_that_are_the_same_in_all(
+    snapshots: list[list[Any]], names: list[str]
+) -> None:
+    """Each snapshot has a partition, a history and bounds of its own."""
+    builder = RecordBatchBuilder(schema(names), None, "planes")
+    for index, rows in enumerate(snapshots):
+        own = {
+            "partition": index,
+            "history_id": f"{index:04x}",
+            "snapshot_start": index,
+            "snapshot_end": 100 + index,
+        }
+        snapshot = builder.of_snapshot(
+            PartitionId(index), f"{index:04x}", SeqNo(index), SeqNo(100 + index)
+        )
+        batch = snapshot.of_chunks([chunk_of(rows, 4)])
+        assert batch.to_pylist() == [
+            {name: (row | own)[name] for name in names} for row in expected(rows, 4)
+        ]

@@ -61,6 +61,15 @@ class RecordBatchBuilder:
         self._names = schema.fieldNames()
         self._schema = to_arrow_schema(schema, timezone="UTC")
         self._parser = parser_of(schema)
+        self._common = RepeatedColumns(
+            {
+                "op": text_scalar("set"),
+                "bucket": text_scalar(bucket),
+                "deleted": bool_scalar(False),
+                "flags": _ZERO,
+                "expiry": _ZERO,
+            }
+        )
 
     def of_snapshot(
         self, partition: PartitionId, history: str, start: SeqNo, end: SeqNo
@@ -73,21 +82,14 @@ class RecordBatchBuilder:
             start: Where it begins.
             end: Where it ends.
         """
-        shared_scalars = {
-            "op": text_scalar("set"),
-            "bucket": text_scalar(self._bucket),
-            "partition": int32_scalar(partition),
-            "history_id": text_scalar(history),
-            "snapshot_start": int64_scalar(start),
-            "snapshot_end": int64_scalar(end),
-            "deleted": bool_scalar(False),
+        scalars = {
+            "partition": lambda: int32_scalar(partition),
+            "history_id": lambda: text_scalar(history),
+            "snapshot_start": lambda: int64_scalar(start),
+            "snapshot_end": lambda: int64_scalar(end),
         }
-        return SnapshotColumns(
-            self._schema,
-            {name: shared_scalars[name] for name in self._names if name in shared_scalars},
-            self._parser,
-            self._key,
-        )
+        own = RepeatedColumns({name: scalars[name]() for name in self._names if name in scalars})
+        return SnapshotColumns(self._schema, own, self._common, self._parser, self._key)
 
     def of_marker(self, partition: PartitionId, marker: RollbackMarker) -> pa.RecordBatch:
         """One row that says that a partition went back."""
@@ -114,14 +116,36 @@ class RecordBatchBuilder:
         return pa.RecordBatch.from_arrays(columns, schema=self._schema)
 
 
+class RepeatedColumns:
+    """Columns with the same value in every row. Each is made once, as long as the longest batch.
+
+    Args:
+        scalars: The value of each column, by the column's name.
+    """
+
+    def __init__(self, scalars: Mapping[str, pa.Scalar]) -> None:
+        self._scalars = scalars
+        self._columns: dict[str, pa.Array] = {}
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._scalars
+
+    def column(self, name: str, count: int) -> pa.Array:
+        """The first `count` rows of a column."""
+        column = self._columns.get(name)
+        if column is None or len(column) < count:
+            column = self._columns[name] = pa.repeat(self._scalars[name], count)
+        return column[:count]
+
+
 class SnapshotColumns:
-    """Makes record batches of chunks. What is the same in every row of a snapshot is made once for
-    it, as long as its longest batch; so are flags and expiry times of 0.
+    """Makes record batches of chunks. Columns that are the same in every row are made once.
 
     Args:
         schema: The columns.
-        shared_scalars: What they hold in every row, of those that are the same throughout. `op` and
-            `deleted` are so only while every mutation is a set.
+        own: The columns that are the same in every row of the snapshot.
+        common: Those that are the same in every snapshot: the bucket; `op` and `deleted` while
+            every mutation is a set; flags and expiry times while all are 0.
         parser: What makes structs of the values; None where these stay bytes or text.
         key: The only key of which there are rows; None for all.
     """
@@ -129,15 +153,16 @@ class SnapshotColumns:
     def __init__(
         self,
         schema: pa.Schema,
-        shared_scalars: Mapping[str, pa.Scalar],
+        own: RepeatedColumns,
+        common: RepeatedColumns,
         parser: ValueParser | None,
         key: bytes | None = None,
     ) -> None:
         self._schema = schema
         self._key = key
         self._parser = parser
-        self._shared_scalars = shared_scalars
-        self._repeated: dict[str, pa.Array] = {}
+        self._own = own
+        self._common = common
 
     def of_chunks(self, chunks: Sequence[Chunk]) -> pa.RecordBatch:
         """The mutations of chunks, those of the key if there is one, in their order. The columns
@@ -193,13 +218,15 @@ class SnapshotColumns:
             for chunk, chunk_codes in zip(chunks, codes, strict=True)
         ]
         if all(part is None for part in parts):
-            return self._repeat(name, count)
+            return self._repeated(name, count)
         column = _joined(
             [
-                self._repeat(name, chunk.count) if part is None else part
+                self._repeated(name, chunk.count) if part is None else part
                 for chunk, part in zip(chunks, parts, strict=True)
             ]
         )
+        if name == "cas":
+            _check_cas(column)
         return column if is_selected is None else column.filter(is_selected)
 
     def _column(self, name: str, chunk: Chunk, codes: pa.Array | None) -> pa.Array | None:
@@ -219,20 +246,18 @@ class SnapshotColumns:
             return _OPERATION_NAMES.take(codes)
         if codes is not None and name == "deleted":
             return pc.not_equal(codes, _SET)
-        if name in self._shared_scalars:
-            return None
         if name == "seq":
             return _seqs(chunk)
         if name == "cas":
-            return _cas(chunk)
-        numbers = chunk.flags if name == "flags" else chunk.expiries
-        return None if _is_all(numbers, b"\0") else _unsigned(numbers)
+            return _long(chunk.cas)
+        if name in ("flags", "expiry"):
+            numbers = chunk.flags if name == "flags" else chunk.expiries
+            return None if _is_all(numbers, b"\0") else _unsigned(numbers)
+        return None
 
-    def _repeat(self, name: str, count: int) -> pa.Array:
-        column = self._repeated.get(name)
-        if column is None or len(column) < count:
-            column = self._repeated[name] = pa.repeat(self._shared_scalars.get(name, _ZERO), count)
-        return column[:count]
+    def _repeated(self, name: str, count: int) -> pa.Array:
+        columns = self._own if name in self._own else self._common
+        return columns.column(name, count)
 
 
 _SET: Final = int8_scalar(Operation.SET)
@@ -242,8 +267,9 @@ _LONG_MAX: Final = (1 << 63) - 1
 
 
 def _is_all(column: memoryview, byte: bytes) -> bool:
-    """Whether a column has this byte throughout: faster than a call of Arrow for a short one."""
-    return not column.tobytes().strip(byte)
+    """Whether a column has this byte throughout. Bytes are compared many at a time; a call of
+    `strip` looks at each."""
+    return column.tobytes() == byte * column.nbytes
 
 
 def column_as(name: str, column: pa.Array, kind: pa.DataType) -> pa.Array:
@@ -278,12 +304,10 @@ def _seqs(chunk: Chunk) -> pa.Array:
     return _long(chunk.seqs)
 
 
-def _cas(chunk: Chunk) -> pa.Array:
-    column = _long(chunk.cas)
+def _check_cas(column: pa.Array) -> None:
     least = pc.min(column).as_py()
     if least < 0:
         raise _too_large("cas", least + (1 << 64))
-    return column
 
 
 def _too_large(name: str, value: int) -> PipelineError:
@@ -321,7 +345,7 @@ def resized(batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
             yield pa.concat_batches(small_batches)
             small_batches, rows, nbytes = [], 0, 0
         if not is_small:
-            yield from _cut(batch)
+            yield from _cut(batch, size)
         elif batch.num_rows:
             small_batches.append(batch)
             rows += batch.num_rows
@@ -330,8 +354,8 @@ def resized(batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
         yield pa.concat_batches(small_batches)
 
 
-def _cut(batch: pa.RecordBatch) -> Iterator[pa.RecordBatch]:
-    pieces = max(-(-batch.num_rows // BATCH_ROWS), -(-batch.nbytes // RECORD_BATCH_BYTES))
+def _cut(batch: pa.RecordBatch, nbytes: int) -> Iterator[pa.RecordBatch]:
+    pieces = max(-(-batch.num_rows // BATCH_ROWS), -(-nbytes // RECORD_BATCH_BYTES))
     size = max(1, -(-batch.num_rows // pieces))
     for start in range(0, batch.num_rows, size):
         yield batch.slice(start, size)
