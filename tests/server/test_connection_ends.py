@@ -16,6 +16,7 @@ from tests.server.test_connection import Peer, connected, make_server
 from upr_protocol.errors import Status
 from upr_protocol.limits import HANDSHAKE_TIMEOUT_S
 from upr_protocol.wire import Error
+from upr_server.net import connection
 from upr_server.net.connection_ends import ENDS_MAX, ConnectionEnds
 from upr_server.net.turns import TURN_CONNECTIONS
 from upr_server.runtime import TurnTimer
@@ -71,15 +72,18 @@ class Happenings(trio.abc.Instrument):
     """What happens to the connections of a server, and how often in the same turn of the loop.
 
     Attributes:
+        total: How often each happened.
         most: How often each happened in one turn at most.
     """
 
     def __init__(self) -> None:
+        self.total = Counter[str]()
         self.most = Counter[str]()
         self._in_turn = Counter[str]()
 
     def note(self, happening: str) -> None:
         """It happens."""
+        self.total[happening] += 1
         self._in_turn[happening] += 1
         self.most[happening] = max(self.most[happening], self._in_turn[happening])
 
@@ -171,13 +175,24 @@ async def test_handshakes_that_time_out_together_end_some_in_each_turn(
         assert 0 < happenings.most["end"] <= 2 * TURN_CONNECTIONS
 
 
+class NotedLines:
+    """What stands in the log's place, and notes each line."""
+
+    def __init__(self, happenings: Happenings) -> None:
+        self.info = self.warning = lambda event, **_: happenings.note(event)
+
+
 @pytest.mark.parametrize("breaks", [False, True])
 async def test_connections_that_peers_leave_together_end_some_in_each_turn(
-    autojump_clock: MockClock, *, breaks: bool
+    autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch, *, breaks: bool
 ) -> None:
+    """That a connection broke is logged once for each, when its turn to end has come."""
     async with crowd(breaks=breaks) as (peers, happenings):
+        monkeypatch.setattr(connection, "log", NotedLines(happenings))
         for peer in peers:
             await peer.open()
         leave_together(peers)
         await trio.sleep(0.1)
         assert 0 < happenings.most["end"] <= ENDS_MAX
+        assert happenings.total["connection lost"] == breaks * CROWD
+        assert happenings.most["connection lost"] <= ENDS_MAX

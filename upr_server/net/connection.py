@@ -124,6 +124,8 @@ class AcceptedConnection:
         """Whether the writer waits for something to write."""
         self._unwritten: Sequence[Buffer] = ()
         """What the socket has not taken yet."""
+        self._is_lost = False
+        """Whether reading or writing has met an error."""
         self._opened_at = trio.current_time()
         self._frame = UnfinishedFrame(
             resources.frame_budget, peer.rpartition(":")[0], self._drop_frame
@@ -182,6 +184,9 @@ class AcceptedConnection:
                 self._resources.connection_ends.end(nursery.cancel_scope)
             return is_connected
         finally:
+            if self._is_lost:
+                # Not where it was met: thousands that are reset together meet it in one turn.
+                self._log_loss()
             self._frame.close()
             self.session.forget_received()
             self.context.close()
@@ -260,7 +265,7 @@ class AcceptedConnection:
                 )
             except (trio.BrokenResourceError, trio.ClosedResourceError):
                 # Raised into the nursery, it would end the streams in one step.
-                self._log_loss()
+                self._is_lost = True
                 count = 0
             if not count:
                 # A peer that half-closes has no way to acknowledge or say goodbye: it is gone.
@@ -501,7 +506,7 @@ class AcceptedConnection:
         try:
             await self._write_all()
         except (trio.BrokenResourceError, trio.ClosedResourceError):
-            self._log_loss()
+            self._is_lost = True
             return False
         except trio.TooSlowError:
             log.warning(
