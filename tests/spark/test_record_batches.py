@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
+import pyarrow as pa
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from pyspark.sql.types import StructField, StructType
 
 from upr_protocol.chunk import Chunk, ChunkBuilder
 from upr_protocol.ids import Operation, PartitionId, SeqNo
 from upr_protocol.spark.errors import PipelineError
-from upr_protocol.spark.record_batches import RecordBatchBuilder
+from upr_protocol.spark.record_batches import (
+    BATCH_ROWS,
+    RECORD_BATCH_BYTES,
+    SMALL_ROWS,
+    RecordBatchBuilder,
+    resized,
+)
 from upr_protocol.spark.schema import READ_COLUMNS
 
 NAMES = {Operation.SET: "set", Operation.DELETE: "delete", Operation.EXPIRE: "expire"}
@@ -141,3 +149,47 @@ def test_snapshots_share_the_columns_that_are_the_same_in_all(
         assert batch.to_pylist() == [
             {name: (row | own)[name] for name in names} for row in expected(rows, 4)
         ]
+
+
+def numbered_batch(first: int, count: int, width: int) -> pa.RecordBatch:
+    numbers = [b"%0*d" % (width, number) for number in range(first, first + count)]
+    return pa.RecordBatch.from_arrays([pa.array(numbers, pa.binary())], names=["number"])
+
+
+@given(
+    st.lists(
+        st.sampled_from((0, 1, 100, SMALL_ROWS - 1, SMALL_ROWS, 2 * BATCH_ROWS + 1)), max_size=6
+    ),
+    st.sampled_from((8, 2000)),
+)
+@settings(max_examples=30, deadline=None)
+def test_batches_are_resized(counts: list[int], width: int) -> None:
+    firsts = [sum(counts[:index]) for index in range(len(counts))]
+    batches = [
+        numbered_batch(first, count, width) for first, count in zip(firsts, counts, strict=True)
+    ]
+
+    sizes = []
+    number = 0
+    for batch in resized(batches):
+        expected_batch = numbered_batch(number, batch.num_rows, width)
+        assert batch.equals(expected_batch)
+        assert 0 < batch.num_rows <= BATCH_ROWS
+        assert batch.nbytes <= 1.01 * RECORD_BATCH_BYTES
+        sizes.append(batch.num_rows)
+        number += batch.num_rows
+    assert number == sum(counts)
+    for size, next_size in pairwise(sizes):
+        assert (
+            size >= SMALL_ROWS
+            or next_size >= SMALL_ROWS
+            or size + next_size > BATCH_ROWS
+            or width > 8
+        )
+
+
+def test_a_small_batch_between_large_ones_is_not_copied() -> None:
+    large, small = numbered_batch(0, SMALL_ROWS, 8), numbered_batch(0, 10, 8)
+    for batches in ([small], [small, large]):
+        first = next(resized(batches))
+        assert first.column(0).buffers()[2].address == small.column(0).buffers()[2].address

@@ -342,7 +342,7 @@ def resized(batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
         if small_batches and (
             not is_small or rows + batch.num_rows > BATCH_ROWS or nbytes + size > RECORD_BATCH_BYTES
         ):
-            yield pa.concat_batches(small_batches)
+            yield _concatenated(small_batches)
             small_batches, rows, nbytes = [], 0, 0
         if not is_small:
             yield from _cut(batch, size)
@@ -351,7 +351,12 @@ def resized(batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
             rows += batch.num_rows
             nbytes += size
     if small_batches:
-        yield pa.concat_batches(small_batches)
+        yield _concatenated(small_batches)
+
+
+def _concatenated(batches: list[pa.RecordBatch]) -> pa.RecordBatch:
+    # Arrow would copy a single batch, too.
+    return batches[0] if len(batches) == 1 else pa.concat_batches(batches)
 
 
 def _cut(batch: pa.RecordBatch, nbytes: int) -> Iterator[pa.RecordBatch]:
