@@ -8,7 +8,7 @@ from pathlib import Path
 import attrs
 import lmdb
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from upr_protocol.chunk import Chunk, Mutation
@@ -116,6 +116,7 @@ STEPS = st.lists(
 
 @settings(max_examples=120)
 @given(STEPS, st.booleans())
+@example([(2, "changes", [(b"a", b"x")], False), (2, "again", [(b"a", b"x")], True)], False)
 def test_an_index_file_holds_what_a_dict_would(
     tmp_path_factory: pytest.TempPathFactory,
     steps: list[tuple[int, str, list[tuple[bytes, bytes | None]], bool]],

@@ -123,6 +123,8 @@ def _may_follow(batch: IndexBatch, following: IndexBatch) -> bool:
     return (
         not (batch.is_rollback or following.is_rollback)
         and batch.mark.seq <= following.mark.seq
+        # What came again must not take the place of what came first.
+        and all(batch.mark.seq < min(chunk.seqs) for chunk in following.chunks if len(chunk))
         and (log is following_log or log == following_log)
     )
 
