@@ -372,6 +372,7 @@ async def test_an_indexer(
 
 WORKER_RUN: Final = tries(
     WorkerProcess.run,
+    WorkerProcess.scan,
     WorkerProcess.stop,
     SliceWorker.run,
     serve_slice,

@@ -130,10 +130,7 @@ def answer_of(
     while not merged.is_complete:
         scan = SliceScan(name, definition, merged.query, bytes_max)
         selection = merged.query.selection(len(definition.key))
-        pairs = zip(views, slices, strict=True)
-        merged.add(
-            [read_answer(view, index, scan, selection, FreshnessLog()) for view, index in pairs]
-        )
+        merged.add([read_answer(view, scan, selection, FreshnessLog()) for view in views])
     return msgspec.json.decode(b"".join(merged.answer().pieces()), type=Answer)
 
 

@@ -37,7 +37,7 @@ from upr_server.indexer.membership import PATH, NotMySliceError
 from upr_server.indexer.moments import MomentGoneError
 from upr_server.indexer.node_links import serve_link
 from upr_server.indexer.openapi import Failure, Failures, openapi
-from upr_server.indexer.pool import OverloadedError
+from upr_server.indexer.pool import PIECE_BYTES, OverloadedError
 from upr_server.indexer.pure.definition import DefinitionError, IndexName
 from upr_server.indexer.pure.node_map import NodeMap
 from upr_server.indexer.query import Query, QueryError
@@ -238,8 +238,16 @@ class _Scan:
     async def _answer(self, name: IndexName, query: Query, send: Send) -> None:
         async with self._scanner.scan(name, query) as answer:
             headers = [(b"content-type", b"application/json")]
-            await send({"type": "http.response.start", "status": 200, "headers": headers})
             pieces = answer.pieces()
+            if answer.nbytes < PIECE_BYTES:
+                # Made here: to go through a thread takes longer. With its length, the client need
+                # not wait for the end.
+                body = b"".join(pieces)
+                headers.append((b"content-length", b"%d" % len(body)))
+                await send({"type": "http.response.start", "status": 200, "headers": headers})
+                await send({"type": "http.response.body", "body": body, "more_body": True})
+                return
+            await send({"type": "http.response.start", "status": 200, "headers": headers})
             # Each piece is sent before the next one is made.
             while (piece := await trio.to_thread.run_sync(next, pieces, None)) is not None:
                 await send({"type": "http.response.body", "body": piece, "more_body": True})

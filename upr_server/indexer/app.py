@@ -129,6 +129,7 @@ async def _running(config: IndexerConfig) -> AsyncIterator[str]:
             WorkerProcess,
             config=msgspec.json.encode(config),
             pool_bytes=settings.pool_bytes,
+            data_dir=settings.data_dir,
         )
     async with (
         running_indexer(settings, make_holder=make_holder) as indexer,

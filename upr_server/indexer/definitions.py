@@ -34,6 +34,9 @@ from upr_server.indexer.stream import IndexerStream
 log = structlog.get_logger(__name__)
 
 
+_INDEXES: Final = "indexes"
+"""The folder of the indexes, in that of a slice."""
+
 COLUMN_ROWS: Final = 500
 """How many documents are looked at in columns. A value that is not plain costs the others of its
 column 0.2 µs each, and a round that is cancelled ends with them."""
@@ -170,7 +173,8 @@ class Definitions:
         moments: Moments,
     ) -> None:
         self._address = address
-        self._folder = data_dir / "indexes"
+        self._data_dir = data_dir
+        self._folder = data_dir / _INDEXES
         self._queues = queues
         self._work = work
         self._pool = pool
@@ -260,7 +264,7 @@ class Definitions:
             file.close()
 
     def _path(self, name: IndexName, definition: IndexDefinition) -> Path:
-        return self._folder / fingerprint(name, definition)
+        return index_path(self._data_dir, name, definition)
 
     async def _make(self, name: IndexName, definition: IndexDefinition) -> Index:
         path = self._path(name, definition)
@@ -333,6 +337,11 @@ class Definitions:
         # Runs after the round that may still be under way: `work` runs one function at a time.
         await self._work(index.file.destroy)
         self._files.remove(index.file)
+
+
+def index_path(folder: Path, name: IndexName, definition: IndexDefinition) -> Path:
+    """Where an index is kept, of a slice that is kept in `folder`."""
+    return folder / _INDEXES / fingerprint(name, definition)
 
 
 def _listed(folder: Path) -> list[Path]:

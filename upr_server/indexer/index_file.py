@@ -13,9 +13,10 @@ makes sure of it where something elsewhere relies on it.
 
 from __future__ import annotations
 
+import secrets
 import shutil
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from struct import Struct
 from typing import Any, Final, Literal, Protocol, Self
@@ -54,6 +55,7 @@ _MARK: Final = b"m"
 _MARKS_END: Final = b"n"
 _UNSETTLED: Final = b"u"
 _JOINED: Final = b"j"
+_OPENING: Final = b"o"
 _BUCKET: Final = b"b"
 _FORMAT: Final = b"v"
 _FORMAT_VERSION: Final = b"2"
@@ -180,6 +182,7 @@ class IndexFile:
     Attributes:
         marks: By partition, how far it is: what was committed last.
         failure: Why entries are missing in it, so that it answers no scans; empty if none are.
+        opening: Names this opening of the file; the file has the name, too.
 
     Raises:
         IndexFileError: It cannot be opened, or is of another bucket.
@@ -189,6 +192,7 @@ class IndexFile:
         self.path = path
         self._bucket = bucket
         self.marks: dict[PartitionId, Mark] = {}
+        self.opening = secrets.token_hex(8)
         self._is_closed = False
         with _translated(path):
             path.mkdir(parents=True, exist_ok=True)
@@ -218,6 +222,7 @@ class IndexFile:
                     transaction.drop(tree, delete=False)
                 transaction.put(_BUCKET, bucket.encode(), db=self._meta)
                 transaction.put(_FORMAT, _FORMAT_VERSION, db=self._meta)
+            transaction.put(_OPENING, self.opening.encode(), db=self._meta)
             self._joined = transaction.get(_JOINED, db=self._meta) is not None
             self.failure = transaction.get(_FAILURE, b"", db=self._meta).decode()
             for key, value in _between(transaction, self._meta, _MARK, _MARKS_END):
@@ -376,6 +381,41 @@ class IndexFile:
                 )
 
 
+class IndexFileToRead:
+    """An index that another process writes. Not for one that this process has open.
+
+    Args:
+        path: Its folder.
+
+    Raises:
+        IndexFileError: It cannot be opened.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        with _translated(path), ExitStack() as undo:
+            self._env = lmdb.open(
+                str(path), map_size=FILE_BYTES_MAX, max_dbs=3, readonly=True, create=False
+            )
+            undo.callback(self._env.close)
+            self._main = self._env.open_db(b"main", create=False)
+            self._meta = self._env.open_db(b"meta", create=False)
+            undo.pop_all()
+
+    def open_view(self) -> IndexView:
+        """This moment of the index. Close it.
+
+        Raises:
+            IndexFileError: It cannot be read.
+        """
+        with _translated(self._path):
+            return IndexView(self._env, self._main, self._meta)
+
+    def close(self) -> None:
+        """Closes the file."""
+        self._env.close()
+
+
 class IndexView:
     """One moment of an index, whatever is written meanwhile. For one thread at a time.
 
@@ -489,6 +529,14 @@ class IndexView:
     def failure(self) -> str:
         """Why entries are missing in it; empty if none are. O(1)."""
         return self._transaction.get(_FAILURE, b"", db=self._meta).decode()
+
+    def opening(self) -> str:
+        """The opening of the file whose changes it shows. O(1)."""
+        return self._transaction.get(_OPENING, b"", db=self._meta).decode()
+
+    def is_built(self) -> bool:
+        """Whether the index is complete. O(1)."""
+        return self._transaction.get(_JOINED, db=self._meta) is not None
 
     def unsettled_count(self) -> int:
         """How many partitions are between two states that the server had. O(1)."""

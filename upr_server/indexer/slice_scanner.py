@@ -199,7 +199,7 @@ class SliceScanner:
         with trio.move_on_after(timeout_s), index.reading():
             async with moment.reading() as view:
                 return await trio.to_thread.run_sync(
-                    partial(read_answer, view, index, scan, selection, log)
+                    partial(read_answer, view, scan, selection, log)
                 )
         raise NotFreshError(
             f"others have read the moment {moment.token} for {timeout_s:g} s; ask again"
@@ -311,20 +311,19 @@ def _read_now(
         failure = view.failure()
         if failure:
             raise IndexFailedError(index.name, failure)
-        answer = read_answer(view, index, scan, selection, log)
+        answer = read_answer(view, scan, selection, log)
         if scan.query.hold_s:
             stack.pop_all()
     return answer, view
 
 
 def read_answer(
-    view: IndexView, index: Index, scan: SliceScan, selection: EntrySelection, log: FreshnessLog
+    view: IndexView, scan: SliceScan, selection: EntrySelection, log: FreshnessLog
 ) -> SliceAnswer:
     """What an index has for a query at some moment. Blocks.
 
     Args:
         view: The moment.
-        index: The index.
         scan: The query.
         selection: Its entries.
         log: How the view is as fresh as asked.
@@ -344,7 +343,7 @@ def read_answer(
             selection,
             query.limit or LIMIT_DEFAULT,
             bytes_max=scan.bytes_max,
-            with_payloads=bool(index.definition.include) and not selection.distinct_parts,
+            with_payloads=bool(scan.definition.include) and not selection.distinct_parts,
         )
         fields = {
             "entries": result.entries,
@@ -361,6 +360,7 @@ def read_answer(
         freshness=log.freshness,
         waits=log.waits,
         read_seconds=time.perf_counter() - began,
+        opening=view.opening(),
     )
 
 

@@ -117,6 +117,7 @@ class SliceAnswer(msgspec.Struct, frozen=True, kw_only=True):
         waits: What the scan waited for.
         read_seconds: How long the slice was read.
         moment: Names the moment in this slice, if it is held.
+        opening: Names the opening of the file that was read; see `IndexReader`.
     """
 
     entries: list[bytes] = []
@@ -134,6 +135,7 @@ class SliceAnswer(msgspec.Struct, frozen=True, kw_only=True):
     waits: list[Wait]
     read_seconds: float
     moment: str = ""
+    opening: str = ""
 
 
 class ReplicaStatus(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

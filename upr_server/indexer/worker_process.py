@@ -7,14 +7,22 @@ import subprocess
 import sys
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
+from pathlib import Path
 from typing import Final
 
 import structlog
 import trio
 
+from upr_server.indexer.index_reader import IndexReader, is_short
 from upr_server.indexer.pure.definition import IndexDefinition, IndexName
 from upr_server.indexer.slice_link import LinkedSlice
-from upr_server.indexer.slices import SliceId, SliceMissingError, SliceObserver
+from upr_server.indexer.slices import (
+    SliceAnswer,
+    SliceId,
+    SliceMissingError,
+    SliceObserver,
+    SliceScan,
+)
 from upr_server.indexer.worker_messages import (
     AskStop,
     DefineIndexes,
@@ -72,6 +80,8 @@ class WorkerProcess(LinkedSlice):
         config: The indexer's configuration, as JSON.
         pool_bytes: The worker's memory pool.
         start_worker: Starts a worker for as long as a context, and gives the stream to it.
+        data_dir: Where the indexer's slices are kept, if short scans may read the worker's files
+            here; None if they may not, as the worker is in this process.
 
     Attributes:
         slice_id: The slice.
@@ -84,10 +94,13 @@ class WorkerProcess(LinkedSlice):
         config: bytes,
         pool_bytes: int,
         start_worker: Callable[[], AbstractAsyncContextManager[trio.abc.Stream]] = worker_process,
+        data_dir: Path | None = None,
     ) -> None:
         super().__init__(slice_id)
         self._start_worker = start_worker
         self._start = WorkerSettings(config, slice_id.index, slice_id.count, pool_bytes)
+        self._reader = None if data_dir is None else IndexReader(data_dir / slice_id.folder)
+        self._definitions: Mapping[IndexName, IndexDefinition] = {}
         self._is_stopping = False
         # How many workers in succession have ended young.
         self._ended_young = 0
@@ -122,7 +135,9 @@ class WorkerProcess(LinkedSlice):
             await self._ask(AskStop())
 
     def close(self) -> None:
-        """Nothing is left to close."""
+        """Closes the files that scans read here."""
+        if self._reader is not None:
+            self._reader.close()
 
     @property
     def title(self) -> str:
@@ -140,5 +155,25 @@ class WorkerProcess(LinkedSlice):
 
     def define(self, definitions: Mapping[IndexName, IndexDefinition]) -> None:
         """Says which indexes there shall be."""
+        self._definitions = definitions
+        if self._reader is not None:
+            self._reader.keep_only(definitions)
         if self._frames is not None:
             self._frames.queue_message(DefineIndexes(list(definitions.items())))
+
+    async def scan(self, scan: SliceScan) -> SliceAnswer:
+        """Answers a query; see `SliceHolder.scan`. A short scan is read here, if the worker runs
+        and has answered a scan of the index before."""
+        reader = self._reader
+        if reader is None or self._frames is None or not is_short(scan.query):
+            return await super().scan(scan)
+        answer = reader.answer(scan)
+        if answer is not None:
+            await trio.lowlevel.checkpoint()
+            return answer
+        definitions = self._definitions
+        answer = await super().scan(scan)
+        if definitions is self._definitions:
+            # Otherwise the answer may be of an index that was dropped and defined again meanwhile.
+            reader.add(scan, answer.opening)
+        return answer

@@ -1,0 +1,158 @@
+"""Short scans of an index that another process writes."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from pathlib import Path
+from typing import Final
+
+import msgspec
+import pytest
+
+from tests.indexer.kit import by_brute_force
+from tests.indexer.processes import indexer_process, workers_of
+from tests.indexer.test_kill import BY_A, DESIGN, KEYS, until_ready
+from tests.indexer.test_queries import an_index
+from upr_protocol.client import BlockingClient, IndexClient
+from upr_server.indexer.definitions import Index, index_path
+from upr_server.indexer.explanation import FreshnessLog
+from upr_server.indexer.index_file import IndexFile
+from upr_server.indexer.index_reader import ENTRIES_MAX, RANGES_MAX, IndexReader, is_short
+from upr_server.indexer.pure.definition import IndexDefinition, IndexName
+from upr_server.indexer.query import Query, Range, RequiredWrite
+from upr_server.indexer.slice_scanner import read_answer
+from upr_server.indexer.slices import SliceAnswer, SliceScan
+
+NAME: Final = IndexName("d", "i")
+CONTENTS: Final = {b"k%d" % n: json.dumps({"a": n % 7}).encode() for n in range(50)}
+SCAN: Final = SliceScan(NAME, BY_A, Query(prefix=[3], timestamps=True), 10**6)
+
+
+@pytest.mark.parametrize(
+    ("query", "short"),
+    [
+        (Query(), True),
+        (Query(limit=ENTRIES_MAX, ranges=(Range(),) * RANGES_MAX), True),
+        (Query(limit=ENTRIES_MAX + 1), False),
+        (Query(ranges=(Range(),) * (RANGES_MAX + 1)), False),
+        (Query(consistency="now"), False),
+        (Query(consistency="at_least", written=(RequiredWrite(0, "1", 1),)), False),
+        (Query(written=(RequiredWrite(0, "1", 1),)), False),
+        (Query(hold_s=1), False),
+        (Query(moment="m"), False),
+        (Query(distinct=1), False),
+        (Query(count=True), False),
+    ],
+)
+def test_a_scan_is_short_if_it_waits_for_nothing_and_reads_little(
+    query: Query, short: bool
+) -> None:
+    assert is_short(query) == short
+
+
+def written(folder: Path) -> tuple[str, SliceAnswer]:
+    """Writes an index, as the other process would; gives its opening, and what it answers."""
+    with an_index(index_path(folder, NAME, BY_A), BY_A, CONTENTS) as index:
+        index.file.mark_built()
+        return index.file.opening, own_answer(index)
+
+
+def own_answer(index: Index) -> SliceAnswer:
+    """What the process that writes answers."""
+    with index.file.open_view() as view:
+        selection = SCAN.query.selection(len(BY_A.key))
+        return read_answer(view, SCAN, selection, FreshnessLog())
+
+
+def timeless(answer: SliceAnswer | None) -> SliceAnswer:
+    """An answer without its time."""
+    assert answer is not None
+    return msgspec.structs.replace(answer, read_seconds=0)
+
+
+def test_it_answers_as_the_process_that_writes(tmp_path: Path) -> None:
+    opening, expected = written(tmp_path)
+    assert len(expected.entries) == 7
+    assert expected.timestamps
+    assert expected.opening == opening
+    with IndexReader(tmp_path) as reader:
+        assert reader.answer(SCAN) is None
+        reader.add(SCAN, opening)
+        assert timeless(reader.answer(SCAN)) == timeless(expected)
+
+
+def test_a_file_that_was_opened_again_is_not_read_until_an_answer_names_that(
+    tmp_path: Path,
+) -> None:
+    first_opening, _ = written(tmp_path)
+    path = index_path(tmp_path, NAME, BY_A)
+    file = IndexFile(path, "b")
+    file.close()
+    with IndexReader(tmp_path) as reader:
+        reader.add(SCAN, first_opening)
+        assert reader.answer(SCAN) is None
+        reader.add(SCAN, file.opening)
+        assert reader.answer(SCAN) is not None
+
+
+def test_an_index_that_is_being_built_is_not_read(tmp_path: Path) -> None:
+    path = index_path(tmp_path, NAME, BY_A)
+    with an_index(path, BY_A, CONTENTS) as index:
+        opening = index.file.opening
+    with IndexReader(tmp_path) as reader:
+        reader.add(SCAN, opening)
+        assert reader.answer(SCAN) is None
+
+
+def test_an_index_that_is_defined_otherwise_is_not_read(tmp_path: Path) -> None:
+    opening, _ = written(tmp_path)
+    other = IndexDefinition(("b",))
+    with IndexReader(tmp_path) as reader:
+        reader.add(SCAN, opening)
+        reader.keep_only({NAME: BY_A})
+        assert reader.answer(msgspec.structs.replace(SCAN, definition=other)) is None
+        assert reader.answer(SCAN) is not None
+        reader.keep_only({NAME: other})
+        assert reader.answer(SCAN) is None
+
+
+def test_a_file_that_is_not_there_is_left_to_the_worker(tmp_path: Path) -> None:
+    with IndexReader(tmp_path) as reader:
+        reader.add(SCAN, "")
+        assert reader.answer(SCAN) is None
+
+
+def test_a_short_scan_asks_no_worker_and_never_reads_an_index_that_was_dropped(
+    url: str, tmp_path: Path
+) -> None:
+    contents: dict[bytes, bytes] = {}
+    with (
+        BlockingClient(url) as client,
+        indexer_process(url, tmp_path, workers=2) as indexer,
+        IndexClient(indexer.url) as asking,
+    ):
+
+        def check_scan() -> None:
+            page = asking.scan("d/a", limit=ENTRIES_MAX)
+            assert [(e.key, e.id) for e in page.entries] == by_brute_force(BY_A, contents)
+
+        for round_ in range(2):
+            asking.create("d", DESIGN)
+            until_ready(asking, {"d/a", "d/both"})
+            for number in range(100):
+                key, value = KEYS[number], json.dumps({"a": number + round_})
+                client.set(key, value)
+                contents[key.encode()] = value.encode()
+            assert asking.count("d/a", consistency="now") == len(contents)
+            check_scan()
+            workers = workers_of(indexer)
+            for pid in workers:
+                os.kill(pid, signal.SIGSTOP)
+            try:
+                check_scan()
+            finally:
+                for pid in workers:
+                    os.kill(pid, signal.SIGCONT)
+            asking.drop("d")
