@@ -95,6 +95,12 @@ async def test_a_replica_on_a_node_that_is_gone_can_be_removed() -> None:
         await group.stop("b")
         assert await remove_replicas(group.operator("c"), "b") == list(range(PARTITIONS))
         assert group.map("a") == group.map("c")
+        revision = group.map("a").revision
+        assert group.progress[-3:] == [
+            f"a: revision {revision}",
+            "b: unreachable; will ask for the map when back",
+            f"c: revision {revision}",
+        ]
         await group.start("b")
         await group.until(lambda: group.states("b") == [PartitionState.DEAD] * PARTITIONS)
 

@@ -226,10 +226,13 @@ async def remove_replicas(
     new_map = _revise(msgspec.structs.replace(base, nodes=nodes), survey, assignments)
     publisher = MapPublisher(operator, survey)
     actives = _last_actives(new_map)
-    for name, error in (await publisher.publish_to(actives, new_map)).items():
+    failures = await publisher.publish_to(actives, new_map)
+    for name, error in failures.items():
         operator.on_progress(
             f"{name} waits for {node} until it has revision {new_map.revision}: {error}"
         )
+    if updated_actives := [name for name in actives if name not in failures]:
+        operator.on_progress(f"{', '.join(updated_actives)}: revision {new_map.revision}")
     await publisher.announce([name for name in base.nodes if name not in actives], new_map)
     return list(assignments)
 
