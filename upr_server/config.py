@@ -63,7 +63,7 @@ class ServerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         quota_bytes: The memory quota of a bucket that is created without one.
         connections_max: How many connections may be open at a time.
         partitions_max: How many partitions all buckets may have together; an empty one takes
-            4.3 KiB of memory.
+            some 6 KiB of memory.
         send_timeout_s: How long a peer may take no bytes that wait for it.
         replication_timeout_s: How long replicas may take to have a batch that its publisher wants
             replicated. Then the publisher is told that they do not have it yet.

@@ -56,6 +56,33 @@ async def test_a_bucket_is_replaced_by_its_dump(tmp_path: Path) -> None:
         assert after[field] == before[field]
 
 
+async def test_a_bucket_is_restored_from_a_local_copy(tmp_path: Path) -> None:
+    (program,) = re.findall(r"```python\n(.*?)```", OPERATIONS, re.DOTALL)
+    (loop,) = re.findall(r"^    ( +for item in .*?)\n\n", OPERATIONS, re.DOTALL | re.MULTILINE)
+    load_loop = program[program.index("        for row in") : program.index("\n\ntrio.run(main)")]
+    program = program.replace(load_loop, loop.replace("\n    ", "\n") + "\n")
+    program = program.replace("import publisher", "import LocalCopyReader, publisher")
+    (tmp_path / "restore_copy.py").write_text(program)
+    copy = tmp_path / "copy"
+
+    async with server_process(data_dir=tmp_path / "data") as server:
+        url, new_url = server.url("planes"), server.url("new")
+        await upr("bucket", "create", url, "--partitions", "4")
+        await upr("bucket", "create", new_url, "--partitions", "2")
+        await upr("set", url, "gone", "one")
+        await upr("set", url, "bytes", "-", "--flags", "7", "--expire-in", "3600", stdin=b"\xff\0")
+        await upr("delete", url, "gone")
+        await upr("tail", url, "--state", str(copy), "--until", "caught-up")
+        restore = (sys.executable, str(tmp_path / "restore_copy.py"), new_url, str(copy))
+        finished = await run(restore)
+        assert finished.code == 0, finished
+        before = json.loads(await upr("get", url, "bytes", "--json"))
+        after = json.loads(await upr("get", new_url, "bytes", "--json"))
+        assert (await run((*UPR, "get", new_url, "gone"))).code != 0
+    for field in ("value", "value_encoding", "flags", "expiry"):
+        assert after[field] == before[field]
+
+
 async def test_one_bucket_is_restored_and_consumers_of_the_others_continue(tmp_path: Path) -> None:
     data, backup = tmp_path / "data", tmp_path / "backup"
     async with server_process(data_dir=data) as server:
