@@ -196,3 +196,35 @@ async def test_connections_that_peers_leave_together_end_some_in_each_turn(
         assert 0 < happenings.most["end"] <= ENDS_MAX
         assert happenings.total["connection lost"] == breaks * CROWD
         assert happenings.most["connection lost"] <= ENDS_MAX
+
+
+class StepsOnceClosed(trio.abc.Instrument):
+    """The steps of a connection that end with its socket closed.
+
+    Attributes:
+        count: How many there were.
+    """
+
+    def __init__(self, socket: trio.socket.SocketType) -> None:
+        self.count = 0
+        self._socket = socket
+
+    def after_task_step(self, task: trio.lowlevel.Task) -> None:
+        """A step ends."""
+        if task.name.endswith("AcceptedConnection.run") and self._socket.fileno() < 0:
+            self.count += 1
+
+
+async def test_the_step_that_closes_a_socket_is_the_last_of_its_connection() -> None:
+    """To end thousands takes steps of each, in which others wait."""
+    server = make_server()
+    ours, theirs = map(trio.SocketStream, trio.socket.socketpair())
+    steps = StepsOnceClosed(theirs.socket)
+    trio.lowlevel.add_instrument(steps)
+    async with connected(server, (ours, theirs)) as peer:
+        await peer.open()
+        await ours.aclose()
+        while not steps.count:
+            await trio.lowlevel.checkpoint()
+    trio.lowlevel.remove_instrument(steps)
+    assert steps.count == 1
