@@ -14,8 +14,9 @@ from trio.testing import MockClock
 
 from tests.server.test_connection import Peer, connected, make_server
 from upr_protocol.errors import Status
-from upr_protocol.limits import HANDSHAKE_TIMEOUT_S
-from upr_protocol.wire import Error
+from upr_protocol.limits import HANDSHAKE_TIMEOUT_S, IDLE_INTERVAL_S_DEFAULT
+from upr_protocol.session import ServerSession
+from upr_protocol.wire import Error, Noop
 from upr_server.net import connection
 from upr_server.net.connection_ends import ENDS_MAX, ConnectionEnds
 from upr_server.net.turns import TURN_CONNECTIONS
@@ -130,7 +131,9 @@ class NotedStream(trio.abc.HalfCloseableStream):
 
 
 @asynccontextmanager
-async def crowd(*, breaks: bool = False) -> AsyncIterator[tuple[Sequence[Peer], Happenings]]:
+async def crowd(
+    *, breaks: bool = False, idle_interval_s: int = IDLE_INTERVAL_S_DEFAULT
+) -> AsyncIterator[tuple[Sequence[Peer], Happenings]]:
     """Peers of a server that ends some connections in each turn, and what happens to them."""
     server, happenings = make_server(connections_max=CROWD), Happenings()
     resources = server.connections.resources
@@ -144,7 +147,11 @@ async def crowd(*, breaks: bool = False) -> AsyncIterator[tuple[Sequence[Peer], 
         for _ in range(CROWD):
             ours, theirs = trio.testing.memory_stream_pair()
             pair = ours, NotedStream(theirs, happenings, breaks=breaks)
-            peers.append(await stack.enter_async_context(connected(server, pair)))
+            peers.append(
+                await stack.enter_async_context(
+                    connected(server, pair, idle_interval_s=idle_interval_s)
+                )
+            )
         yield peers, happenings
         trio.lowlevel.remove_instrument(happenings)
         nursery.cancel_scope.cancel()
@@ -173,6 +180,28 @@ async def test_handshakes_that_time_out_together_end_some_in_each_turn(
         leave_together(peers)
         await trio.sleep(0.1)
         assert 0 < happenings.most["end"] <= 2 * TURN_CONNECTIONS
+
+
+async def test_keep_alives_that_are_due_together_are_sent_some_in_each_turn(
+    autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with crowd(idle_interval_s=1) as (peers, happenings):
+        tick = ServerSession.tick
+
+        def noted_tick(session: ServerSession, now: float) -> bool:
+            happenings.note("look")
+            return tick(session, now)
+
+        monkeypatch.setattr(ServerSession, "tick", noted_tick)
+        for peer in peers:
+            await peer.open()
+        began_at = trio.current_time()
+        await trio.sleep_until(began_at + 1.5)
+        assert happenings.total["look"] == CROWD
+        assert happenings.most["look"] <= 2 * TURN_CONNECTIONS
+        for peer in peers:
+            await peer.hear(Noop)
+        assert trio.current_time() == began_at + 1.5
 
 
 class NotedLines:
