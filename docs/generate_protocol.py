@@ -137,6 +137,7 @@ REACTIONS: Final[Sequence[tuple[Sequence[Status], str, str]]] = (
         "asks the [other nodes](#a-missing-or-deleted-bucket) of the map, if it knows one",
     ),
     ((Status.ROLLBACK,), "of a `StreamReply`", "rolls back, then asks again"),
+    ((Status.DAMAGED,), "of a `StreamReply`", "asks another node, or reports this"),
     (
         (Status.ROLLBACK_NEEDED, Status.TOO_SLOW, Status.BACKFILL_FAILED),
         "of a `StreamEnd`",
@@ -145,12 +146,20 @@ REACTIONS: Final[Sequence[tuple[Sequence[Status], str, str]]] = (
     (
         (Status.NOT_DURABLE_YET,),
         "of a run",
-        "sends the run again; or, if its `last_seq` is not 0, waits for this with `Await`",
+        "sends the run again; or, if its `last_seq` is not 0, [waits](#durability) with `Await`",
     ),
     (
         (Status.HISTORY_CHANGED,),
-        "of any request",
+        "of a `Get` or `SeqnosAt`",
         "asks again in the new history; what it knows of the old one may be lost",
+    ),
+    (
+        (Status.HISTORY_CHANGED,),
+        "of an `Await`",
+        (
+            "does not ask again: the number may be lost, or belong to another mutation. "
+            "A publisher [sends the run again](#durability); another client reads the keys again"
+        ),
     ),
     ((Status.TIMED_OUT,), "of an `Await`", "asks again, if it still wants to wait"),
     (
@@ -162,7 +171,10 @@ REACTIONS: Final[Sequence[tuple[Sequence[Status], str, str]]] = (
             Status.INTERNAL,
             Status.TOO_MANY,
         ),
-        "of an `Error`; `TOO_MANY` only while the client connects",
+        (
+            "of an `Error`; `SHUTTING_DOWN` also of a `StreamEnd`; "
+            "`TOO_MANY` only while the client connects"
+        ),
         "connects again after a pause",
     ),
 )

@@ -14,6 +14,7 @@ from crc32c import crc32c
 from docs.generate_vectors import checksums, encoded
 from tests.protocol.session.kit import Pair, hello, hello_reply, stream
 from upr_protocol import limits
+from upr_protocol.address import Address
 from upr_protocol.chunk import (
     Bundle,
     Chunk,
@@ -22,6 +23,8 @@ from upr_protocol.chunk import (
     chunk_of_plain_sets,
     encoded_bytes,
 )
+from upr_protocol.client.core.log_in import ClientLogIn
+from upr_protocol.client.core.metadata import ClusterMetadata
 from upr_protocol.client.core.retry import is_retryable
 from upr_protocol.client.core.unanswered_batches import PublishOptions, UnansweredBatches
 from upr_protocol.client.core.writer_identity import WriterIdentity
@@ -44,7 +47,9 @@ from upr_protocol.ids import (
     PartitionState,
     SeqNo,
 )
-from upr_protocol.scram import SCRAM, SCRAM_PLUS, ScramClient
+from upr_protocol.partition_map import Assignment, PartitionMap
+from upr_protocol.scram import EXTERNAL, SCRAM, SCRAM_PLUS, ScramClient
+from upr_protocol.security import Credentials
 from upr_protocol.session.flow_control import Allowance
 from upr_protocol.session.keepalive import DEAD_AFTER_INTERVALS
 from upr_protocol.wire import (
@@ -231,6 +236,33 @@ def first_words(binding: bytes | None, *, server_offers_binding: bool) -> tuple[
         "user", "pencil", "nonce", binding, server_offers_binding=server_offers_binding
     )
     return client.mechanism, client.client_first().decode().partition("n=user")[0]
+
+
+def log_in_mechanism(credentials: Credentials | None) -> str:
+    """What a client uses that has shown a certificate."""
+    start = ClientLogIn(credentials, "nonce").begin((SCRAM, EXTERNAL))
+    assert start is not None
+    return start.mechanism
+
+
+def map_with_active(revision: int, active: str) -> PartitionMap:
+    return PartitionMap(
+        bucket="b",
+        revision=revision,
+        nodes={"a": "10.0.0.1:12000", "b": "10.0.0.2:12000"},
+        partitions=(Assignment(active=active),),
+    )
+
+
+def actives_by_older_map() -> list[str]:
+    """The node of a partition before and after another node tells an older map."""
+    metadata = ClusterMetadata(Address.parse("upr://10.0.0.1:12000/b"))
+    actives = []
+    for partition_map in (map_with_active(8, "b"), map_with_active(7, "a")):
+        metadata.update(partition_map)
+        (holder,) = metadata.holders(PartitionId(0), PartitionState.ACTIVE)
+        actives.append(holder.host)
+    return actives
 
 
 def ends_of_barrier_without_stream() -> object:
@@ -720,6 +752,32 @@ QUESTIONS: Final[dict[str, tuple[str, Callable[[], bool]]]] = {
     "which recorded keys does a client read again?": (
         "its number is not above the `seq` of the next newer entry, if there is one",
         records_are_compared_so,
+    ),
+    "what becomes of the record of a key that is missing in an empty partition?": (
+        "If this end is 0, the partition has nothing, and the client drops the record",
+        lambda: (
+            (log := FailoverLog.of_pairs([(2, 0), (1, 0)])).branch_of(SeqNo(0)) == 0
+            and log.contains(HistoryId(0), SeqNo(0))
+        ),
+    ),
+    "may a new run overtake a run that is not durable yet?": (
+        "the client sends no new run to this partition, until the `Await` is answered",
+        gaps_are_new,
+    ),
+    "does a client ask at the node of a map that is older than its own?": (
+        "keeps this map or its own, whichever has the higher revision, and asks at the node in it",
+        lambda: actives_by_older_map() == ["10.0.0.2", "10.0.0.2"],
+    ),
+    "does a client with a certificate and a password use EXTERNAL?": (
+        "A client with a user's name and password uses SCRAM",
+        lambda: (
+            log_in_mechanism(Credentials("user", "pencil")) == SCRAM
+            and log_in_mechanism(None) == EXTERNAL
+        ),
+    ),
+    "is a stream asked for again that ended with SHUTTING_DOWN?": (
+        "`SHUTTING_DOWN` also of a `StreamEnd`",
+        lambda: is_retryable(ServerError(Status.SHUTTING_DOWN)),
     ),
     "which runs of a task of 70 get TOKEN_TOO_OLD if it runs again?": (
         "The server may have forgotten the first runs of a long task",
