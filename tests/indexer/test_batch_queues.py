@@ -133,6 +133,10 @@ def test_rounds_are_those_of_a_list(
         assert bool(expected) == bool(naive.waiting)
         if by_age:
             assert set(oldest) <= set(expected), "nobody is overtaken for ever"
+        after_round = set(naive.waiting).difference(expected)
+        for count in range(len(put) + 1):
+            is_applied = after_round.isdisjoint(put[:count])
+            assert queues.has_applied_with_round(count) == is_applied
         queues.end_round()
         queues.check_invariants()
         naive.end_round(expected)

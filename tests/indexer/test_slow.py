@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
@@ -100,7 +101,9 @@ async def test_a_blocked_indexer_slows_down_nobody_else(tmp_path: Path) -> None:
         gate.open()
         assert await scan(indexer, "d/n", timeout_s=20) == by_brute_force(BY_N, contents)
         assert pool.peak_bytes <= POOL_BYTES
-        assert indexer.slices[0].pipeline.queued_batch_count == 0
+        # The other members of the round are behind the index that was asked.
+        pipeline = indexer.slices[0].pipeline
+        await eventually(lambda: not pipeline.queued_batch_count, "all is applied")
 
 
 async def test_building_leaves_room_in_the_pool(
@@ -303,6 +306,36 @@ async def test_a_scan_of_one_index_does_not_wait_for_the_others_commits(
         assert second.commits == 0
         assert await pipeline.drain()
         assert second.commits == 1
+        nursery.cancel_scope.cancel()
+
+
+async def test_a_round_begins_with_the_index_that_a_scan_waits_for(
+    autojump_clock: trio.testing.MockClock,
+) -> None:
+    """A scan at `now` waits for all batches before its barrier, and for its own index only."""
+    pool = MemoryPool(POOL_BYTES)
+
+    async def work(function: Callable[[], T]) -> T:
+        await trio.sleep(1)
+        return function()
+
+    others, own = [CountingFile(), CountingFile()], CountingFile()
+    own_file = cast("IndexFile", own)
+    pipeline = Pipeline(pool, work, [_member(file) for file in (*others, own)])
+    for partition in range(3):
+        pipeline.put(_batch(pool, partition, 1000))
+    put_count = pipeline.put_count
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(pipeline.run)
+        await pipeline.wait_until(partial(pipeline.has_applied, put_count, own_file), file=own_file)
+        assert own.commits == 1
+        assert all(file.commits == 0 for file in others)
+        assert not pipeline.has_applied(put_count)
+        pipeline.put(_batch(pool, 0, 1000))
+        assert not pipeline.has_applied(pipeline.put_count, own_file)
+        assert await pipeline.drain()
+        assert pipeline.has_applied(pipeline.put_count, own_file)
+        assert {file.commits for file in (*others, own)} == {2}
         nursery.cancel_scope.cancel()
 
 

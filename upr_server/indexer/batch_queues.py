@@ -55,6 +55,8 @@ class BatchQueues:
         """The queue whose turn comes next."""
         self._applied_count = 0
         """The first so many batches that were put are applied, and the next one is not."""
+        self._count_after_round = 0
+        """What `_applied_count` is after the round at least."""
         self.put_count = 0
         self.queued_bytes = 0
 
@@ -86,6 +88,10 @@ class BatchQueues:
         """Whether the first `put_count` batches that were put are applied. O(1)."""
         return put_count <= self._applied_count
 
+    def has_applied_with_round(self, put_count: int) -> bool:
+        """Whether the first `put_count` batches that were put are applied or in the round. O(1)."""
+        return put_count <= max(self._applied_count, self._count_after_round)
+
     # Rounds.
 
     def begin_round(
@@ -109,6 +115,7 @@ class BatchQueues:
             self._put_back_unfinished(required_count + 1)
         else:
             self._take_in_turn()
+        self._count_after_round = self._front_count()
         return [batch for _, batch in self._round]
 
     def _round_bytes(self) -> int:
@@ -194,8 +201,12 @@ class BatchQueues:
             self.queued_bytes -= batch.nbytes
             _note_applied(self._unfinished, batch)
         self._round = []
+        self._applied_count = self._front_count()
+
+    def _front_count(self) -> int:
+        """How many batches were put before the oldest that waits for a round. O(partitions)."""
         oldest = min((batches[0][0] for batches in self._batches.values()), default=None)
-        self._applied_count = self.put_count if oldest is None else oldest - 1
+        return self.put_count if oldest is None else oldest - 1
 
     def clear(self) -> list[IndexBatch]:
         """Takes out all batches, those of the round, too. They will not be applied."""
@@ -219,6 +230,8 @@ class BatchQueues:
             assert numbers == sorted(numbers)
         oldest = min((number for number, _ in items), default=self.put_count + 1)
         assert self._applied_count == oldest - 1
+        waiting = [number for batches in self._batches.values() for number, _ in batches]
+        assert self._count_after_round < min(waiting, default=self.put_count + 1)
 
 
 def _ends_snapshot(batch: IndexBatch) -> bool:

@@ -112,6 +112,10 @@ class Pipeline:
         self._queues = BatchQueues(queues)
         self._required: Counter[PartitionId] = Counter()
         """How many tasks wait for changes of a partition."""
+        self._awaited: Counter[IndexFile] = Counter()
+        """How many tasks wait for an index."""
+        self._in_round: set[IndexFile] = set()
+        """The indexes that have the changes of the round under way."""
         self._waiting_tasks = 0
         self._arrived = Notifier()
         self.applied = Notifier()
@@ -143,8 +147,11 @@ class Pipeline:
         """How many batches were put so far; see `has_applied`."""
         return self._queues.put_count
 
-    def has_applied(self, put_count: int) -> bool:
-        """Whether the first `put_count` batches that were put are applied."""
+    def has_applied(self, put_count: int, file: IndexFile | None = None) -> bool:
+        """Whether the first `put_count` batches that were put are applied: to an index of the
+        pipeline, or to all of them. O(1)."""
+        if file in self._in_round:
+            return self._queues.has_applied_with_round(put_count)
         return self._queues.has_applied(put_count)
 
     async def drain(self) -> bool:
@@ -155,7 +162,10 @@ class Pipeline:
         return self.has_applied(put_count)
 
     async def wait_until(
-        self, condition: Callable[[], bool], partitions: Collection[PartitionId] = ()
+        self,
+        condition: Callable[[], bool],
+        partitions: Collection[PartitionId] = (),
+        file: IndexFile | None = None,
     ) -> None:
         """Waits until rounds have made `condition` true. They do not wait for more batches
         meanwhile.
@@ -163,11 +173,15 @@ class Pipeline:
         Args:
             condition: What must be true.
             partitions: The partitions whose batches can make it true; empty if any can.
+            file: The index that it is about, which rounds bring up to date first; None if it is
+                about all.
         """
         if condition():
             return
         self._waiting_tasks += 1
         self._required.update(partitions)
+        files = [] if file is None else [file]
+        self._awaited.update(files)
         self._arrived.notify()
         try:
             await self.applied.wait_until(condition)
@@ -175,6 +189,8 @@ class Pipeline:
             self._waiting_tasks -= 1
             self._required.subtract(partitions)
             self._required = +self._required
+            self._awaited.subtract(files)
+            self._awaited = +self._awaited
 
     async def sync(self) -> None:
         """Makes what was applied survive a crash of the machine."""
@@ -210,10 +226,16 @@ class Pipeline:
 
     async def _apply(self, batches: Sequence[IndexBatch]) -> list[PipelineMember]:
         """Brings each member up to date. Returns those whose entries have changed."""
-        members = list(self.members)
+        waiting_members = list(self.members)
         changes = await self._work(partial(self._changes, batches))
         changed = []
-        for member in members:
+        while waiting_members:
+            # Those that scans wait for come first.
+            member = next(
+                (member for member in waiting_members if member.file in self._awaited),
+                waiting_members[0],
+            )
+            waiting_members.remove(member)
             own = changes.of(member.covers)
             # An index that was left out stays as it is: it would cost the others 2 µs a document.
             if own.batches and not member.file.failure:
@@ -221,6 +243,7 @@ class Pipeline:
                 if await self._work(apply):
                     changed.append(member)
             # A scan of this index need not wait for the others.
+            self._in_round.add(member.file)
             self.applied.notify()
         return changed
 
@@ -230,6 +253,7 @@ class Pipeline:
 
     def _finish(self, batches: Sequence[IndexBatch]) -> None:
         self._queues.end_round()
+        self._in_round.clear()
         for batch in batches:
             self._pool.release(batch.nbytes)
             self.mutations += sum(len(chunk) for chunk in batch.chunks)

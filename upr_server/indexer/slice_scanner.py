@@ -219,11 +219,11 @@ class SliceScanner:
             if query.consistency == "now":
                 # Not while the index is read: a stream that stands still brings no barrier, and the
                 # index could not be dropped.
-                await self._wait_for_barrier(log)
+                await self._wait_for_barrier(index, log)
             elif not knows_histories(index.file, writes):
                 # A failover that the index has yet to hear of, or a history that is gone: without
                 # the barrier a scan for a lost change would wait for its whole timeout.
-                await self._wait_for_barrier(log)
+                await self._wait_for_barrier(index, log)
                 check_histories(index.file, writes)
             with index.reading():
                 return await self._scan(index, scan, selection, writes, log)
@@ -233,13 +233,14 @@ class SliceScanner:
             "with a higher timeout_s"
         )
 
-    async def _wait_for_barrier(self, log: FreshnessLog) -> None:
+    async def _wait_for_barrier(self, index: Index, log: FreshnessLog) -> None:
         log.freshness = "barrier"
         with log.recorded_wait("barrier"):
             put_count = await self._barriers.wait_until_received()
-        if not self._pipeline.has_applied(put_count):
+        has_applied = partial(self._pipeline.has_applied, put_count, index.file)
+        if not has_applied():
             with log.recorded_wait("queued_changes"):
-                await self._pipeline.wait_until(lambda: self._pipeline.has_applied(put_count))
+                await self._pipeline.wait_until(has_applied, file=index.file)
 
     async def _scan(
         self,
@@ -287,6 +288,7 @@ class SliceScanner:
         await self._pipeline.wait_until(
             lambda: not index.is_defined or bool(index.file.failure) or condition(),
             list(partitions),
+            index.file,
         )
 
 
