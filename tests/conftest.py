@@ -6,9 +6,10 @@ import gc
 import os
 import signal
 import zlib
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Iterator
+from functools import partial
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import pytest
 import trio
@@ -44,8 +45,21 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 setattr(trio.to_thread, "run_sync", patience.run_sync)  # noqa: B010  for the type checker
 setattr(RequestContext, "refuse", refusals.refuse)  # noqa: B010
 
+CLOCKS: Final = {"autojump_clock", "mock_clock"}
+"""Fixtures that are a test's clock."""
+
 SLOW: Final = ("system", "spark")
 """Folders in which one file takes minutes."""
+
+
+def _run_on_clock(
+    item: pytest.Function, main: Callable[[], Awaitable[None]], **options: Any
+) -> None:
+    """Runs a test in the time of a mock clock that only a fixture of it, or a mark, asks for.
+    pytest-trio looks for one among the test's own arguments: such a test slept for real."""
+    clocks = {clock for clock in item.funcargs.values() if isinstance(clock, trio.abc.Clock)}
+    (clock,) = clocks
+    trio.run(main, **{**options, "clock": clock})
 
 
 @pytest.hookimpl(tryfirst=True)  # the processes of pytest-xdist look at the groups in theirs
@@ -58,6 +72,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         path = item.path.relative_to(here)
         shares_spark = "spark" in getattr(item, "fixturenames", ())
         item.add_marker(pytest.mark.xdist_group("spark" if shares_spark else str(path)))
+        if isinstance(item, pytest.Function) and CLOCKS & set(item.fixturenames):
+            item.add_marker(pytest.mark.trio(run=partial(_run_on_clock, item)), append=False)
 
     def place(item: pytest.Item) -> int:
         if "spark" in getattr(item, "fixturenames", ()):
