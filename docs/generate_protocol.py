@@ -33,6 +33,12 @@ from upr_protocol import limits
 from upr_protocol.address import PORT_DEFAULT
 from upr_protocol.bucket_event import BucketFate
 from upr_protocol.chunk import Chunk, CounterDelta, Mutation, encoded_bytes
+from upr_protocol.client.core.retry import (
+    FIRST_WAIT_S,
+    MAP_WAIT_S_MAX,
+    RETRY_TIMEOUT_S_DEFAULT,
+    WAIT_S_MAX,
+)
 from upr_protocol.errors import ADVICE, Status
 from upr_protocol.failover import FailoverLog, StartReason
 from upr_protocol.hashing import partition_of
@@ -653,22 +659,25 @@ def map_example() -> str:
     return fenced(document, "json")
 
 
+OUTCOME_TEXTS: Final = {
+    Outcome.CLOSED: "closed",
+    Outcome.REFUSED: "refused",
+    Outcome.NO_STREAM: "refused, by `StreamReply`",
+    Outcome.ROW_FAILED: "the row fails alone, in `failures`",
+    Outcome.LOG: "reported, by `PartitionLog`",
+    Outcome.KEY_REFUSED: "the key is refused alone, by a `DELETE` with the code in its flags",
+    Outcome.IGNORED: "dropped",
+}
+"""What becomes of wrong input, in the table of wrong input."""
+
+
 def wrong_input_rows() -> list[tuple[str, str, str, str]]:
     """What may be wrong, and what becomes of it."""
-    verbs = {
-        Outcome.CLOSED: "closed",
-        Outcome.REFUSED: "refused",
-        Outcome.NO_STREAM: "refused, by `StreamReply`",
-        Outcome.ROW_FAILED: "the row fails alone, in `failures`",
-        Outcome.LOG: "reported, by `PartitionLog`",
-        Outcome.KEY_REFUSED: "the key is refused alone, by a `DELETE` with the code in its flags",
-        Outcome.IGNORED: "dropped",
-    }
     rows, topic = [], ""
     for case in WRONG_INPUTS:
         topic_cell = "" if case.topic == topic else case.topic
         code = "–" if case.outcome is Outcome.IGNORED else f"`{case.status.name}`"
-        rows.append((topic_cell, case.wrong, verbs[case.outcome], code))
+        rows.append((topic_cell, case.wrong, OUTCOME_TEXTS[case.outcome], code))
         topic = case.topic
     return rows
 
@@ -676,6 +685,11 @@ def wrong_input_rows() -> list[tuple[str, str, str, str]]:
 def wrong_input_progress() -> str:
     """How far a connection has come when wrong input arrives, as the vectors name it."""
     return listed([f"`{progress.name}` ({progress.value})" for progress in Progress], "or")
+
+
+def wrong_input_outcomes() -> str:
+    """What becomes of wrong input, as the vectors name it."""
+    return listed([f"`{outcome.name}` ({text})" for outcome, text in OUTCOME_TEXTS.items()], "or")
 
 
 OPERATION_HEAD: Final = (
@@ -1087,6 +1101,7 @@ def blocks() -> dict[str, str]:
         "messages": "\n\n".join(map(message_section, MESSAGES.values())),
         "wrong_input": table(("in", "what is wrong", "it is", "code"), wrong_input_rows()),
         "wrong_input_progress": wrong_input_progress(),
+        "wrong_input_outcomes": wrong_input_outcomes(),
         "client_tasks": client_tasks(),
         "body_bytes_max_default": size(BODY_BYTES_MAX_DEFAULT),
         "opcodes": opcodes_sentence(),
@@ -1099,6 +1114,10 @@ def blocks() -> dict[str, str]:
         "batches_max": number(BATCHES_MAX),
         "writers_max": number(WRITERS_MAX),
         "answers_bytes_max": size(ANSWERS_BYTES_MAX),
+        "first_wait_ms": number(round(FIRST_WAIT_S * 1000)),
+        "wait_s_max": f"{WAIT_S_MAX:g}",
+        "map_wait_s_max": f"{MAP_WAIT_S_MAX:g}",
+        "retry_timeout_s": number(round(RETRY_TIMEOUT_S_DEFAULT)),
         "dead_after_intervals": number(DEAD_AFTER_INTERVALS),
         "lapsed_days": number(int(LAPSED_S) // (24 * 3600)),
         "leased_ranges_max": number(limits.LEASED_RANGES_MAX),

@@ -64,7 +64,8 @@ class MutateReply(Message, frozen=True):
         map_revision: If runs were refused because another node is active: the revision of this
             server's map. Otherwise 0.
         runs: The result of each run, in their order. `first_seq`, `last_seq` and `first_cas` are 0
-            if no row succeeded.
+            if no row succeeded. `history_id` is 0, too, if the status is neither `OK` nor
+            `NOT_DURABLE_YET`.
         failures: (row of the bundle, from 0; status) of each row that failed, by row.
         counters: (row of the bundle, from 0; new value) of each increment and decrement that
             succeeded.

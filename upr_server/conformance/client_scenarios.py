@@ -12,12 +12,13 @@ are numbers. Keys and values of items are text, in UTF-8 on the wire. The tasks:
   {partition: position}, "rollbacks": [[partition, ceiling]]}`, with the streamed items. At a
   rollback, a client may always go back to 0.
 - `{"task": "publish", "host", "port", "bucket", "partition_count", "operations": [{"operation",
-  "key", "value"}]}`: publish these operations in order, each with one effect, and connect again
-  when a connection is lost. An operation has its name in capitals, and a value, which may be empty.
-  The outcome is `{"results": [{"status", "seq", "cas", "counter"}]}`; a missing number is null. The
-  value of an `INCREMENT` is the delta, as text; a missing counter begins with it. No task has a
-  `DECREMENT`. The client may publish with `MEMORY` or `PERSISTED`: the runner accepts both, and
-  loses no run that it has answered.
+  "key", "value"}]}`: publish these operations, those of one partition in this order, each with one
+  effect, and connect again when a connection is lost. An operation has its name in capitals, and a
+  value, which may be empty. The outcome is `{"results": [{"status", "seq", "cas", "counter"}]}`, in
+  the order of the task; a missing number is null. An operation whose whole run is refused for good
+  has the run's status. The value of an `INCREMENT` is the delta, as text; a missing counter begins
+  with it. No task has a `DECREMENT`. The client may publish with `MEMORY` or `PERSISTED`: the
+  runner accepts both, and loses no run that it has answered.
 - `{"task": "get", "host", "port", "bucket", "partition", "keys"}`: the outcome is
   `{"items": {key: value}, "refused": {key: code}}`; a missing key is in neither.
 
@@ -49,7 +50,6 @@ from upr_protocol.wire import (
     Error,
     Get,
     GetReply,
-    Go,
     Mutate,
     MutateReply,
     Noop,
@@ -207,7 +207,7 @@ async def _play_resume_inside(accept: Accept) -> None:
         _require((partial.history_id, partial.end) == (HISTORY, 9), f"it is {partial}")
     seq = position.highest_received
     await script.send(StreamReply(seq, "conformance", LOG, partition=P5, opaque=request.opaque))
-    await script.expect(Go)
+    await script.expect_go()
     await script.begin_snapshot(seq, 9)
     await script.send_chunk(seq, 9, rows_of(*range(seq + 1, 10)))
     await script.end_snapshot(9)
@@ -245,7 +245,7 @@ async def _play_rollback(accept: Accept) -> None:
     await script.send(
         StreamReply(seq, "conformance", foreign_log, partition=P5, opaque=request.opaque)
     )
-    await script.expect(Go)
+    await script.expect_go()
     await script.begin_snapshot(seq, 6)
     await script.send_chunk(seq, 6, rows_of(*range(seq + 1, 7)))
     await script.end_snapshot(6)

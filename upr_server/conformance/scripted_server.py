@@ -85,6 +85,7 @@ class ScriptedServer:
         )
         self._stream = stream
         self._heard_messages: list[Message] = []
+        self._has_received_go = False
 
     # Hearing and saying.
 
@@ -109,7 +110,9 @@ class ScriptedServer:
                 if broken:
                     await self.flush()
                     raise ConformanceError(f"the client broke the protocol: {broken}")
-            return self._heard_messages.pop(0)
+            message = self._heard_messages.pop(0)
+            self._has_received_go |= isinstance(message, Go)
+            return message
         raise ConformanceError(f"the client said nothing for {RECEIVE_TIMEOUT_S:.0f} s")
 
     def _read_events(self) -> str:
@@ -124,12 +127,23 @@ class ScriptedServer:
         return ""
 
     async def expect(self, kind: type[M]) -> M:
-        """The client's next message, which must be of this kind; `Noop` and `Ack` may come before.
+        """The client's next message, which must be of this kind; `Noop`, `Ack` and `Go` may come
+        before.
 
         Raises:
             ConformanceError: Another message came, or the end.
         """
-        return await expect_message("client", kind, self.receive, (Noop, Ack))
+        return await expect_message("client", kind, self.receive, (Noop, Ack, Go))
+
+    async def expect_go(self) -> None:
+        """Waits for `Go`, which the client sends at any time after `Opened`: perhaps it has come
+        before a message that a scenario expected.
+
+        Raises:
+            ConformanceError: Another message came, or the end.
+        """
+        if not self._has_received_go:
+            await self.expect(Go)
 
     async def send(self, *messages: Message) -> None:
         """Sends messages, if the session allows them."""
@@ -209,7 +223,7 @@ class ScriptedServer:
         """Plays the whole way to `Go`, with a stream of partition 5 that is accepted."""
         await self.open_bucket(log)
         request = await self.accept_stream(log)
-        await self.expect(Go)
+        await self.expect_go()
         return request
 
     def _turn(self) -> None:

@@ -320,7 +320,7 @@ async def play_wrong_input(server: ServerUnderTest, case: WrongInput) -> None:
     assert case.frames is not None
     bucket = BUCKET if case.progress in (Progress.OPENED, Progress.STREAMING) else ""
     async with plain_client(server.host, server.port, bucket) as client:
-        if case.progress is Progress.GREETED:
+        if case.progress is Progress.READY:
             await client.greet()
         elif case.progress is Progress.STREAMING:
             await client.send(Go())

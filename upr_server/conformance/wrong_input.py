@@ -89,7 +89,7 @@ class Progress(Enum):
     """How far a connection has come when the wrong input arrives."""
 
     CONNECTED = "before `Hello`"
-    GREETED = "before `Open`"
+    READY = "before `Open`"
     OPENED = "a bucket is open"
     STREAMING = "after `Go`"
 
@@ -237,7 +237,7 @@ def _cases() -> list[WrongInput]:
     case("an identity with control characters", control, connection_closed, Status.MALFORMED)
     case("nothing within 10 s", None, connection_closed, Status.IDLE)
 
-    case = topic("the log-in", Progress.GREETED)
+    case = topic("the log-in", Progress.READY)
     unasked = StartLogIn("SCRAM-SHA-256", b"n,,n=user,r=nonce")
     case("`StartLogIn` in a cluster without users", unasked, connection_closed, Status.OUT_OF_TURN)
     case(
@@ -260,7 +260,7 @@ def _cases() -> list[WrongInput]:
     case("more than `requests_open_max` at a time", None, connection_closed, Status.TOO_MANY)
     case("about a bucket that was deleted meanwhile", None, request_refused, Status.NO_BUCKET)
 
-    case = topic("`Open`", Progress.GREETED)
+    case = topic("`Open`", Progress.READY)
     case(
         "a bucket that does not exist",
         Open("nowhere", opaque=OPAQUE),
@@ -405,7 +405,12 @@ def _add_publishing(topic: Topic) -> None:
     case(
         "more copies than there are replicas", replicated, request_refused, Status.TOO_FEW_REPLICAS
     )
-    case("a replicated level with 0 copies", None, request_refused, Status.BAD_ARGUMENT)
+    case(
+        "a replicated level with 0 copies, of a partition that has replicas",
+        None,
+        request_refused,
+        Status.BAD_ARGUMENT,
+    )
     case(
         "a run whose result was forgotten",
         runs_of_one_writer(),
@@ -539,7 +544,12 @@ def _add_requests(topic: Topic) -> None:
     case("a number that is not durable in time", None, request_refused, Status.TIMED_OUT)
     too_many = waiting(UNKNOWN_HISTORY, Durability.REPLICATED)
     case("more copies than there are replicas", too_many, request_refused, Status.TOO_FEW_REPLICAS)
-    case("a replicated level with 0 copies", None, request_refused, bad)
+    case(
+        "a replicated level with 0 copies, of a partition that has replicas",
+        None,
+        request_refused,
+        bad,
+    )
 
     case = topic("`Lease`", Progress.OPENED)
 
@@ -583,7 +593,7 @@ def _add_requests(topic: Topic) -> None:
     case("`RENEW` of an unknown lease", lease(LeaseAction.RENEW), request_refused, range_gone)
     case("`RELEASE` of an unknown lease", lease(LeaseAction.RELEASE), request_refused, bad)
 
-    case = topic("buckets and maps", Progress.GREETED)
+    case = topic("buckets and maps", Progress.READY)
     exists = CreateBucket(BUCKET, 1, opaque=OPAQUE)
     case("`CreateBucket` of an existing bucket", exists, request_refused, Status.BUCKET_EXISTS)
     case("a name with a slash", CreateBucket("a/b", 1, opaque=OPAQUE), request_refused, bad)
@@ -616,7 +626,7 @@ def _add_requests(topic: Topic) -> None:
     )
     case("`SetMap` in place of another revision", None, request_refused, Status.REVISION_CONFLICT)
 
-    case = topic("`NextEvents`", Progress.GREETED)
+    case = topic("`NextEvents`", Progress.READY)
     case("an unknown kind", wrong_kinds(), Outcome.CLOSED, Status.MALFORMED)
     case("a consumer without a name", NextEvents("", opaque=OPAQUE), request_refused, bad)
     case("a timeout of 0 s", NextEvents("c", timeout_s=0, opaque=OPAQUE), request_refused, bad)
