@@ -114,7 +114,8 @@ def _ratios(path: Path, lines: Sequence[Line]) -> Path | None:
             axes.plot(
                 line["first_bar"], index, "|", color=BLACK, markersize=11, markeredgewidth=1.6
             )
-            axes.plot(line["aim"], index, "D", color=GREY, markersize=4.5, fillstyle="none")
+            if line["aim"] is not None:
+                axes.plot(line["aim"], index, "D", color=GREY, markersize=4.5, fillstyle="none")
             axes.plot(line["ratio"], index, "o" if reached else "X", color=colour, markersize=6.5)
         axes.set_xscale("log")
         axes.xaxis.set_major_formatter(_PLAIN)

@@ -91,7 +91,7 @@ def _ratio(ratio: float) -> str:
 
 
 def _bar(ratio: float | None) -> str:
-    return "–" if ratio is None else f"{ratio:g}"
+    return "–" if ratio is None else f"{ratio:.3g}"
 
 
 def _quantity(value: float, unit: str) -> str:
