@@ -22,7 +22,8 @@ task at a time, and a bucket at most as many partitions."""
 
 
 class RefusedTaskRuns:
-    """By writer and partition, the highest run that was refused."""
+    """By writer and partition, the lowest run that was refused. Those behind it are refused, too,
+    and may be sent again before it."""
 
     __slots__ = ("_counters",)
 
@@ -36,7 +37,7 @@ class RefusedTaskRuns:
         """A run was refused, and not applied. O(1)."""
         if batch.token is None or not batch.attempt:
             return
-        self._counters[batch.token.writer, partition] = batch.token.counter
+        self._counters.setdefault((batch.token.writer, partition), batch.token.counter)
         if len(self._counters) > NOTES_MAX:
             self._counters.popitem(last=False)
 

@@ -276,10 +276,10 @@ class Publishing:
         bundles: What arrived since `sent_runs` was called last.
     """
 
-    def __init__(self, options: PublishOptions) -> None:
+    def __init__(self, options: PublishOptions, writer: WriterIdentity | None = None) -> None:
         self.bundles: list[Mutate] = []
         self.client, self.server = ClientSession("test", now=0.0), ServerSession("test", now=0.0)
-        writer = WriterIdentity(bytes(15) + b"w")
+        writer = WriterIdentity(bytes(15) + b"w") if writer is None else writer
         self._batches = UnansweredBatches(writer, options, draw=lambda: 0.5)
         self.node = self._batches.new_node()
         self.carry()
@@ -301,9 +301,14 @@ class Publishing:
             for message in client.messages():
                 self.node.receive(message, 0.0)
 
-    def add(self, partition: int, rows: int) -> None:
+    def add(self, partition: int, rows: int) -> Batch:
         self._batches.place(PartitionId(partition), self.node)
-        self._batches.add(PartitionId(partition), chunk_of_plain_sets([b"k"] * rows, [b"v"] * rows))
+        chunk = chunk_of_plain_sets([b"k"] * rows, [b"v"] * rows)
+        return self._batches.add(PartitionId(partition), chunk)
+
+    def refuse(self, bundle: Mutate, status: Status) -> None:
+        self.server.send(Refusal("no", opaque=bundle.opaque, status=status))
+        self.carry()
 
     def sent_runs(self, now: float) -> list[list[int]]:
         """Sends what may be sent; gives each bundle's partitions."""
@@ -311,6 +316,23 @@ class Publishing:
         self.node.send(self.client, now)
         self.carry()
         return [[run.partition for run in message.bundle.runs] for message in self.bundles]
+
+
+def test_what_a_task_has_behind_a_batch_that_was_refused_for_good_is_not_sent_again() -> None:
+    """Its next attempt would take the refused one for one that was applied and forgotten."""
+    publishing = Publishing(PublishOptions(in_flight=3), WriterIdentity.of_task(b"w" * 16, 1))
+    batches = [publishing.add(0, 1) for _ in range(4)]
+    assert publishing.sent_runs(0.0) == [[0], [0], [0]]
+    bundles = list(publishing.bundles)
+    for bundle, status in zip(
+        bundles, (Status.NOT_ALLOWED, *[Status.TEMPORARY_FAILURE] * 2), strict=True
+    ):
+        publishing.refuse(bundle, status)
+    assert publishing.sent_runs(9.0) == [[0]]
+    publishing.refuse(publishing.bundles[0], Status.TEMPORARY_FAILURE)
+    assert [batch.refusal for batch in batches] == [Status.NOT_ALLOWED] * 4
+    assert publishing.node.count == 0
+    assert publishing.sent_runs(99.0) == []
 
 
 def test_a_bundle_fills_while_the_server_has_enough_to_do() -> None:

@@ -188,6 +188,8 @@ class PartitionBatches:
             `waiting_batches` once nothing is in flight: resent before that, they could come after a
             later batch.
         in_flight: How many of them are in flight.
+        refusal: Why a batch of a task was refused for good; None if none was. The server takes
+            nothing that comes behind it.
         resend_at: When refused ones may be sent again.
         backoff: Spreads the times of resending.
     """
@@ -197,6 +199,7 @@ class PartitionBatches:
         "in_flight",
         "node",
         "partition",
+        "refusal",
         "resend_at",
         "sent_batches",
         "waiting_batches",
@@ -210,6 +213,7 @@ class PartitionBatches:
         self.waiting_batches: deque[Batch] = deque()
         self.sent_batches: dict[int, Batch] = {}
         self.in_flight = 0
+        self.refusal: Status | None = None
         self.resend_at = 0.0
         self.backoff = Backoff(draw)
 
@@ -641,7 +645,9 @@ class NodeBatches:
             self._sendable.pop(queue, None)
         else:
             if status is not Status.OK:
-                batch.refusal = status
+                batch.refusal = queue.refusal or status
+                if self._all_batches.writer.attempt and status not in _EFFECTIVE:
+                    queue.refusal = batch.refusal
             del queue.sent_batches[batch.counter]
             self.count -= 1
         if not queue.in_flight and queue.has_refused:
@@ -654,6 +660,8 @@ class NodeBatches:
     def _may_retry(self, batch: Batch, status: Status, now: float) -> bool:
         if batch.refused_at is None:
             batch.refused_at = now
+        if self._all_batches.queue_of(batch.partition).refusal is not None:
+            return False
         may_pass = is_retryable(ServerError(status)) or status is Status.NOT_DURABLE_YET
         return may_pass and now < batch.refused_at + self._all_batches.options.retry_timeout_s
 
@@ -669,6 +677,9 @@ class NodeBatches:
             self._requeue(queue)
             self._schedule(queue)
 
+
+_EFFECTIVE: Final = frozenset({Status.NOT_DURABLE_YET, Status.TOKEN_TOO_OLD})
+"""Refusals of batches that were applied, or may have been."""
 
 _NO_RESULT: Final = PartitionBatchResult(HistoryId(0), SeqNo(0), SeqNo(0), Cas(0))
 
