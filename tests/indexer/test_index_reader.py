@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
+import subprocess
+import sys
 from pathlib import Path
 from typing import Final
 
@@ -19,7 +22,14 @@ from upr_protocol.client import BlockingClient, IndexClient
 from upr_server.indexer.definitions import Index, index_path
 from upr_server.indexer.explanation import FreshnessLog
 from upr_server.indexer.index_file import IndexFile
-from upr_server.indexer.index_reader import ENTRIES_MAX, RANGES_MAX, IndexReader, is_short
+from upr_server.indexer.index_reader import (
+    ENTRIES_MAX,
+    INCLUDED_MAX,
+    OPEN_MAX,
+    RANGES_MAX,
+    IndexReader,
+    is_short,
+)
 from upr_server.indexer.pure.definition import IndexDefinition, IndexName
 from upr_server.indexer.query import Query, Range, RequiredWrite
 from upr_server.indexer.slice_scanner import read_answer
@@ -27,6 +37,17 @@ from upr_server.indexer.slices import SliceAnswer, SliceScan
 
 NAME: Final = IndexName("d", "i")
 CONTENTS: Final = {b"k%d" % n: json.dumps({"a": n % 7}).encode() for n in range(50)}
+REMOVE_WHEN_TOLD: Final = """
+import sys
+from pathlib import Path
+from upr_server.indexer.index_file import IndexFile
+file = IndexFile(Path(sys.argv[1]), "b")
+print(file.opening, flush=True)
+sys.stdin.read()
+file.destroy()
+"""
+"""What a process does that has an index open, and removes it: one process opens a file once."""
+
 SCAN: Final = SliceScan(NAME, BY_A, Query(prefix=[3], timestamps=True), 10**6)
 
 
@@ -49,7 +70,13 @@ SCAN: Final = SliceScan(NAME, BY_A, Query(prefix=[3], timestamps=True), 10**6)
 def test_a_scan_is_short_if_it_waits_for_nothing_and_reads_little(
     query: Query, short: bool
 ) -> None:
-    assert is_short(query) == short
+    assert is_short(SliceScan(NAME, BY_A, query, 10**6)) == short
+
+
+def test_a_scan_of_included_values_is_short_up_to_fewer_entries() -> None:
+    definition = IndexDefinition(("a",), include=("b",))
+    for limit, short in ((INCLUDED_MAX, True), (INCLUDED_MAX + 1, False)):
+        assert is_short(SliceScan(NAME, definition, Query(limit=limit), 10**6)) == short
 
 
 def written(folder: Path) -> tuple[str, SliceAnswer]:
@@ -95,6 +122,49 @@ def test_a_file_that_was_opened_again_is_not_read_until_an_answer_names_that(
         assert reader.answer(SCAN) is None
         reader.add(SCAN, file.opening)
         assert reader.answer(SCAN) is not None
+
+
+def test_a_file_that_was_removed_is_not_read(tmp_path: Path) -> None:
+    """The reader has it open, and nobody has said that the index is gone."""
+    written(tmp_path)
+    path = index_path(tmp_path, NAME, BY_A)
+    command = [sys.executable, "-c", REMOVE_WHEN_TOLD, str(path)]
+    with (
+        IndexReader(tmp_path) as reader,
+        subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        ) as writer,
+    ):
+        assert writer.stdout is not None
+        opening = writer.stdout.readline().strip()
+        reader.add(SCAN, opening)
+        assert reader.answer(SCAN) is not None
+        writer.communicate("remove")
+        assert not path.exists()
+        assert reader.answer(SCAN) is None
+        reader.add(SCAN, opening)
+        assert reader.answer(SCAN) is None
+
+
+def test_the_indexes_that_were_read_last_stay_open(tmp_path: Path) -> None:
+    opening, _ = written(tmp_path)
+    scans = [
+        msgspec.structs.replace(SCAN, name=IndexName("d", f"i{number}"))
+        for number in range(OPEN_MAX)
+    ]
+    for scan in scans:
+        shutil.copytree(
+            index_path(tmp_path, NAME, BY_A), index_path(tmp_path, scan.name, scan.definition)
+        )
+    with IndexReader(tmp_path) as reader:
+        for scan in scans:
+            reader.add(scan, opening)
+        assert reader.answer(scans[0]) is not None
+        reader.add(SCAN, opening)
+        assert reader.answer(SCAN) is not None
+        assert reader.answer(scans[0]) is not None
+        assert reader.answer(scans[1]) is None
+        assert all(reader.answer(scan) is not None for scan in scans[2:])
 
 
 def test_an_index_that_is_being_built_is_not_read(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from __future__ import annotations
 import secrets
 import shutil
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from struct import Struct
 from typing import Any, Final, Literal, Protocol, Self
@@ -358,7 +358,11 @@ class IndexFile:
         self._env.close()
 
     def destroy(self) -> None:
-        """Closes the file and removes it."""
+        """Closes the file and removes it. It names no opening then: a process that has it open
+        still sees it, and would go on reading it."""
+        # Without room for that, the others hear that the index is defined no more.
+        with suppress(lmdb.Error), self._env.begin(write=True) as transaction:
+            transaction.delete(_OPENING, db=self._meta)
         self.close()
         shutil.rmtree(self.path)
 
@@ -528,19 +532,25 @@ class IndexView:
 
     def failure(self) -> str:
         """Why entries are missing in it; empty if none are. O(1)."""
-        return self._transaction.get(_FAILURE, b"", db=self._meta).decode()
+        return self._value(_FAILURE).decode()
 
     def opening(self) -> str:
-        """The opening of the file whose changes it shows. O(1)."""
-        return self._transaction.get(_OPENING, b"", db=self._meta).decode()
+        """The opening of the file whose changes it shows; empty if the file was removed. O(1)."""
+        return self._value(_OPENING).decode()
 
     def is_built(self) -> bool:
         """Whether the index is complete. O(1)."""
-        return self._transaction.get(_JOINED, db=self._meta) is not None
+        with _translated(self._path):
+            return self._transaction.get(_JOINED, db=self._meta) is not None
 
     def unsettled_count(self) -> int:
         """How many partitions are between two states that the server had. O(1)."""
-        return _unsettled_count(self._transaction, self._meta)
+        with _translated(self._path):
+            return _unsettled_count(self._transaction, self._meta)
+
+    def _value(self, key: bytes) -> bytes:
+        with _translated(self._path):
+            return self._transaction.get(key, b"", db=self._meta)
 
     def timestamps(self) -> Timestamps:
         """How far each partition is. O(partitions)."""

@@ -7,7 +7,10 @@ for nothing are read here.
 
 What there is, the worker says: an index is read here when the worker has answered a scan of it.
 That answer names the opening of the file that it was read from, and the file names it, too. So a
-file that the worker has left, or opened again since, is not read.
+file that the worker has removed, or opened again since, is not read.
+
+A read waits for the disk if the pages are not in memory, and so does everything else in the event
+loop: that is why only little is read here.
 """
 
 from __future__ import annotations
@@ -22,7 +25,7 @@ from upr_server.indexer.definitions import index_path
 from upr_server.indexer.explanation import FreshnessLog
 from upr_server.indexer.index_file import IndexFileError, IndexFileToRead
 from upr_server.indexer.pure.definition import IndexDefinition, IndexName
-from upr_server.indexer.query import LIMIT_DEFAULT, Query
+from upr_server.indexer.query import LIMIT_DEFAULT
 from upr_server.indexer.slice_scanner import read_answer
 from upr_server.indexer.slices import SliceAnswer, SliceScan
 
@@ -32,13 +35,21 @@ ENTRIES_MAX: Final = 500
 RANGES_MAX: Final = 16
 """The most ranges of such a scan: each is a search."""
 
+INCLUDED_MAX: Final = 50
+"""The longest scan that is read here if entries include values: each may have a page of its own."""
 
-def is_short(query: Query) -> bool:
-    """Whether a query waits for nothing, holds nothing, and reads little. O(1)."""
+OPEN_MAX: Final = 16
+"""The most indexes of a slice that are open here. Each takes two file descriptors."""
+
+
+def is_short(scan: SliceScan) -> bool:
+    """Whether a scan waits for nothing, holds nothing, and reads little. O(1)."""
+    query = scan.query
+    entries_max = INCLUDED_MAX if scan.definition.include else ENTRIES_MAX
     is_plain = query.consistency == "any" and not (
         query.written or query.moment or query.hold_s or query.is_summary or query.distinct
     )
-    is_little = (query.limit or LIMIT_DEFAULT) <= ENTRIES_MAX
+    is_little = (query.limit or LIMIT_DEFAULT) <= entries_max
     return is_plain and is_little and len(query.ranges or ()) <= RANGES_MAX
 
 
@@ -67,6 +78,7 @@ class IndexReader:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._indexes: dict[IndexName, _OpenIndex] = {}
+        """The one that was read last comes last."""
 
     def __enter__(self) -> Self:
         return self
@@ -98,7 +110,13 @@ class IndexReader:
             scan: The scan.
             opening: The opening that the answer names.
         """
+        index = self._indexes.get(scan.name)
+        if index is not None and (index.definition, index.opening) == (scan.definition, opening):
+            # Scans that came together were all answered by the worker.
+            return
         self._forget(scan.name)
+        if len(self._indexes) == OPEN_MAX:
+            self._forget(next(iter(self._indexes)))
         try:
             path = index_path(self._folder, scan.name, scan.definition)
             self._indexes[scan.name] = _OpenIndex(scan.definition, opening, IndexFileToRead(path))
@@ -115,6 +133,7 @@ class IndexReader:
         try:
             with index.file.open_view() as view:
                 if view.opening() == index.opening and view.is_built() and not view.failure():
+                    self._indexes[scan.name] = self._indexes.pop(scan.name)
                     return read_answer(view, scan, selection, FreshnessLog())
         except IndexFileError:
             # The worker answers, or says what is wrong.

@@ -115,6 +115,8 @@ class WorkerProcess(LinkedSlice):
             began_at = trio.current_time()
             async with self._start_worker() as stream:
                 await self._talk(MessageStream(stream, FromWorker), observer, self._start, START_S)
+            # A worker that was killed may have left files that the next one removes.
+            self.close()
             if self._is_stopping:
                 return
             is_young = trio.current_time() - began_at < YOUNG_S
@@ -165,7 +167,7 @@ class WorkerProcess(LinkedSlice):
         """Answers a query; see `SliceHolder.scan`. A short scan is read here, if the worker runs
         and has answered a scan of the index before."""
         reader = self._reader
-        if reader is None or self._frames is None or not is_short(scan.query):
+        if reader is None or self._frames is None or not is_short(scan):
             return await super().scan(scan)
         answer = reader.answer(scan)
         if answer is not None:
@@ -173,7 +175,7 @@ class WorkerProcess(LinkedSlice):
             return answer
         definitions = self._definitions
         answer = await super().scan(scan)
-        if definitions is self._definitions:
-            # Otherwise the answer may be of an index that was dropped and defined again meanwhile.
+        if definitions is self._definitions and definitions.get(scan.name) == scan.definition:
+            # Otherwise the answer may be of an index that was dropped, before or meanwhile.
             reader.add(scan, answer.opening)
         return answer
