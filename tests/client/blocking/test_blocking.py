@@ -155,6 +155,22 @@ def test_connecting_to_a_closed_port_fails(fake: ThreadedFake) -> None:
     assert fake.dialled == 2
 
 
+def test_a_publisher_waits_for_a_server_that_its_client_has_reached(fake: ThreadedFake) -> None:
+    """It has connections of its own, and the server may be away when they are made."""
+    dialled = 0
+
+    def dial(address: Address, timeout_s: float) -> socket.socket:
+        nonlocal dialled
+        dialled += 1
+        if dialled == 2:
+            raise ConnectionRefusedError
+        return fake.dial(address, timeout_s)
+
+    with BlockingClient(URL, dial=dial, draw=lambda: 0.0) as kv:
+        assert not kv.publish(PartitionId(0), chunk_of_plain_sets([b"k"], [b"v"])).failures
+    assert dialled == 3
+
+
 def test_a_bucket_that_is_not_there(fake: ThreadedFake) -> None:
     with pytest.raises(ServerError) as caught, client(fake, "upr://fake/other"):
         pass

@@ -403,6 +403,8 @@ class BlockingClient(KeyOperations[WriteResult]):
             return self._publisher
         self._close_publisher()
         options = self.options
+        # An address that never answered is more likely wrong than down.
+        retry_s = self._retry_timeout_s if self._dispatcher.connections.was_connected else 0.0
         self._publisher_key = (writer, buffer_bytes)
         self._publisher = BlockingPublisher(
             partial(
@@ -423,6 +425,7 @@ class BlockingClient(KeyOperations[WriteResult]):
                 draw=self._draw,
             ),
             buffer_bytes,
+            RetryState(retry_s, self._draw),
         )
         return self._publisher
 

@@ -54,6 +54,11 @@ class BlockingConnectionPool:
 
     # Connections.
 
+    @property
+    def was_connected(self) -> bool:
+        """Whether a node was ever reached."""
+        return bool(self._connections)
+
     def to_any_node(self) -> BlockingConnection:
         """A connection to any node. The map is known then, if there is one.
 

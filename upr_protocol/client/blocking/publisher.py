@@ -15,6 +15,7 @@ import trio
 from upr_protocol.chunk import Chunk
 from upr_protocol.client.blocking.trio_thread import TrioThread
 from upr_protocol.client.core.batcher import BUNDLE_BYTES, BUNDLE_MUTATIONS
+from upr_protocol.client.core.retry import RetryState
 from upr_protocol.client.core.unanswered_batches import Batch
 from upr_protocol.client.trio.publisher import Publisher
 from upr_protocol.errors import UprError
@@ -29,21 +30,37 @@ class _PublisherInThread:
         answered_batches: The batches that are answered, for the caller to take from the left.
     """
 
-    def __init__(self, new_publisher: Callable[[], AbstractAsyncContextManager[Publisher]]) -> None:
+    def __init__(
+        self,
+        new_publisher: Callable[[], AbstractAsyncContextManager[Publisher]],
+        retry: RetryState,
+    ) -> None:
         self.answered_batches: deque[Batch] = deque()
         self._new_publisher = new_publisher
+        self._retry = retry
         self._publisher: Publisher | None = None
         self._error: UprError | None = None
         self._opened = trio.Event()
 
     async def run(self) -> None:
         try:
+            while True:
+                await self._run_once()
+        except UprError as error:
+            self._error = error
+            self._opened.set()
+
+    async def _run_once(self) -> None:
+        """Has a publisher until that fails. After one that never connected there is another, if the
+        time allows: the server may be away for a moment."""
+        try:
             async with self._new_publisher() as self._publisher:
                 self._opened.set()
                 await trio.sleep_forever()
         except UprError as error:
-            self._error = error
-            self._opened.set()
+            if self._opened.is_set():
+                raise
+            await trio.sleep(self._retry.wait_after_failure_s(error, trio.current_time()))
 
     async def wait_opened(self) -> None:
         await self._opened.wait()
@@ -76,17 +93,19 @@ class BlockingPublisher:
     Args:
         new_publisher: Makes the publisher, which calls nobody back for failures.
         buffer_bytes: How much may be unsent or unanswered before the next batch is taken.
+        retry: How long to try to connect.
     """
 
     def __init__(
         self,
         new_publisher: Callable[[], AbstractAsyncContextManager[Publisher]],
         buffer_bytes: int,
+        retry: RetryState,
     ) -> None:
         self._buffer_bytes = buffer_bytes
         self._unanswered_bytes = 0
         self._thread = TrioThread()
-        self._in_thread = _PublisherInThread(new_publisher)
+        self._in_thread = _PublisherInThread(new_publisher, retry)
         self._thread.run_soon(self._thread.nursery.start_soon, self._in_thread.run)
 
     def close(self) -> None:
