@@ -274,6 +274,7 @@ async def _accepting(
             nursery.start_soon(server.upkeep.run_collapsing)
             nursery.start_soon(server.upkeep.run_freeing)
             nursery.start_soon(server.upkeep.run_expiring)
+            nursery.start_soon(server.upkeep.run_returning_memory)
             nursery.start_soon(server.connections.resources.frame_budget.run)
             nursery.start_soon(server.connections.resources.step_writes.run)
             nursery.start_soon(server.connections.resources.connection_ends.run)

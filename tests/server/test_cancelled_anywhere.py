@@ -735,6 +735,7 @@ WHOLE: Final = tries(
     Upkeep.run_collapsing,
     Upkeep.run_freeing,
     Upkeep.run_expiring,
+    Upkeep.run_returning_memory,
     BucketDisk.run,
     BucketDisk.stop,
     Flusher.run,

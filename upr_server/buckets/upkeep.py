@@ -140,16 +140,22 @@ class Upkeep:
                 # The rest must go to disk before it can be freed.
                 self._disks[bucket].maintenance.wake()
 
-    # Expiring items, and returning memory.
+    # Once a second: expiring items, and returning memory.
 
     async def run_expiring(self) -> None:
-        """Turns expired items into deletions, and returns freed memory, until cancelled."""
+        """Turns expired items into deletions, until cancelled."""
         while True:
             await trio.sleep(EXPIRY_INTERVAL_S)
             now = self._time()
             await self._tend_partitions(now)
             await self._expire_on_disk(now)
             self._end_step()
+
+    async def run_returning_memory(self) -> None:
+        """Gives freed memory back to the system, until cancelled. That may take many turns of the
+        loop, and what expires does not wait for it."""
+        while True:
+            await trio.sleep(EXPIRY_INTERVAL_S)
             await self._return_memory()
 
     async def _tend_partitions(self, now: float) -> None:

@@ -34,7 +34,8 @@ would never go back."""
 
 HOLE_BYTES: Final = (248 * 1024, 120 * 1024, 56 * 1024, 28 * 1024, 12 * 1024)
 """The sizes of the blocks that a trim takes out of the holes, the largest first. Each is below
-`MMAP_THRESHOLD_BYTES`, above which blocks do not come from the heap; and each has a whole page."""
+`MMAP_THRESHOLD_BYTES`, above which blocks do not come from the heap; and each has a whole
+page of 4 KiB."""
 
 TRIM_STEP_S: Final = 0.001
 """How long one step of a trim takes."""
@@ -133,7 +134,9 @@ class _Heap:
             blocks.append(block)
             begin = -(-block // mmap.PAGESIZE) * mmap.PAGESIZE
             behind = (block + nbytes) // mmap.PAGESIZE * mmap.PAGESIZE
-            self._advise(begin, behind - begin, mmap.MADV_DONTNEED)
+            # With large pages a block may have none of its own.
+            if behind > begin:
+                self._advise(begin, behind - begin, mmap.MADV_DONTNEED)
         return True
 
 
