@@ -183,14 +183,17 @@ class Answers:
         batches, the oldest first: if there are fewer, these are all."""
         answers: dict[Token, bytes | None] = {}
         unsaved = self._unsaved or {}
-        for change in list(takewhile(lambda change: change.high <= through, unsaved)):
+        changes: list[_Change] = []
+        for change in takewhile(lambda change: change.high <= through, unsaved):
             if len(answers) >= count_max:
                 break
+            changes.append(change)
             answers[change.token] = change.answer
             self.nbytes -= self._limits.unsaved_bytes
             if change.is_forgotten:
                 self.nbytes -= change.nbytes
                 change.answer = None
+        for change in changes:
             del unsaved[change]
         return answers
 

@@ -136,11 +136,11 @@ def _has(
 
     def check(outcome: Any) -> None:
         _require(outcome["items"] == items, f"the copy is {outcome['items']}, not {items}")
-        position_text = outcome["positions"][str(P5)]
+        actual_position = outcome["positions"][str(P5)]
         expected = _position(position)
         _require(
-            {**position_text, "log": None} == {**expected, "log": None},
-            f"the position is {position_text}, not {expected}",
+            {**actual_position, "log": None} == {**expected, "log": None},
+            f"the position is {actual_position}, not {expected}",
         )
         ceilings = [[P5, str(ceiling)] for ceiling in rollbacks]
         _require(outcome["rollbacks"] == ceilings, f"the rollbacks are {outcome['rollbacks']}")
@@ -479,9 +479,10 @@ async def _play_refused_runs(accept: Accept) -> None:
     while len(store.rows) < len(_SETS):
         request = await script.expect(Mutate)
         for run in request.bundle.runs:
-            first_seq = lowest.pop(run.partition, run.counter)
+            lowest_counter = lowest.pop(run.partition, run.counter)
             _require(
-                run.counter == first_seq, f"run {run.counter} overtakes the refused {first_seq}"
+                run.counter == lowest_counter,
+                f"run {run.counter} overtakes the refused {lowest_counter}",
             )
         await script.send(store.apply(request))
     _check_made_once(store)

@@ -67,11 +67,11 @@ class BudgetedTurns:
     Args:
         turn_counter: Counts the loop's turns. If it stands still, each piece waits once the budget
             is used up.
-        budget: Bytes, or seconds, after which no further piece begins in the same turn.
+        budget: Bytes, seconds or connections, after which no further piece begins in the same turn.
         lanes: How many of those that wait have their turn together.
     """
 
-    __slots__ = ("_budget", "_lanes", "_next_lane", "_turn", "_turn_counter", "_used_s")
+    __slots__ = ("_budget", "_lanes", "_next_lane", "_turn", "_turn_counter", "_used_amount")
 
     def __init__(self, turn_counter: TurnCounter, budget: float, lanes: int = 1) -> None:
         self._turn_counter = turn_counter
@@ -79,14 +79,14 @@ class BudgetedTurns:
         self._lanes = tuple(Turns() for _ in range(lanes))
         self._next_lane = 0
         self._turn = -1
-        self._used_s = 0.0
+        self._used_amount = 0.0
         """What was used in that turn."""
 
     @property
     def may_begin(self) -> bool:
         """Whether a piece may begin now."""
         is_new_turn = self._turn != self._turn_counter.turn_count
-        is_below = is_new_turn or self._used_s < self._budget
+        is_below = is_new_turn or self._used_amount < self._budget
         return is_below and not any(lane.has_waiting for lane in self._lanes)
 
     async def next_turn(self) -> None:
@@ -98,5 +98,5 @@ class BudgetedTurns:
     def note_used(self, amount: float) -> None:
         """Counts a piece, once it is done."""
         if self._turn != self._turn_counter.turn_count:
-            self._turn, self._used_s = self._turn_counter.turn_count, 0.0
-        self._used_s += amount
+            self._turn, self._used_amount = self._turn_counter.turn_count, 0.0
+        self._used_amount += amount
