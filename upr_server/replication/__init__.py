@@ -4,8 +4,8 @@
 - `roles` decides what a map makes of this node, without doing anything; `clustered_bucket` does it.
 - `map_exchange` asks other nodes whether they have a newer map, and `user_exchange` whether they
   have newer users; `node_connections` are what both ask over.
-- `following` runs a `replicator` for each node that this one replicates from. It is a consumer like
-  any other, through the public client, and puts what comes on disk as it came
+- `bucket_replicators` runs a `replicator` for each node that this one replicates from. It is a
+  consumer like any other, through the public client, and puts what comes on disk as it came
   (`received_snapshots`).
 
 The decision behind it: docs/adr/0010-replicas.md.
