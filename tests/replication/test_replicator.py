@@ -24,7 +24,7 @@ from upr_protocol.partition_map import Assignment
 from upr_protocol.wire import Message, PartitionAnswers, Stream
 from upr_server.app import Server, running_server
 from upr_server.config import ServerConfig
-from upr_server.engine import MutateResult, Partition, batch_of
+from upr_server.engine import MutateResult, Partition, WriterToken, batch_of
 from upr_server.engine.mutate_result import pack_result
 from upr_server.replication.replicator import (
     COLLECTED_PARTITIONS,
@@ -174,6 +174,34 @@ async def test_a_full_disk_takes_a_replica_back_to_what_was_committed(
         follower.store.is_full = True
         await follower.receive(b"4")
         assert await starts_after_a_full_disk(follower) == {3}
+
+
+async def test_a_full_disk_drops_the_answers_of_the_batches_that_it_drops(
+    autojump_clock: MockClock,
+) -> None:
+    """The node becomes active without these batches. Their publisher sends them again: were they
+    answered as if they had been applied, they would be lost."""
+    async with replica() as follower:
+        await follower.receive(b"1")
+        await follower.persist()
+        follower.store.is_full = True
+        token = WriterToken(bytes(range(16)), 1)
+        applied = MutateResult(HistoryId(1), SeqNo(2), SeqNo(2), Cas(2))
+        follower.source.answers = ((token.writer, token.counter, 2, pack_result(applied)),)
+        await follower.receive(b"2")
+        follower.source.paused = True
+        map_before = follower.cluster.map
+        await starts_after_a_full_disk(follower)
+        follower.cluster.map = map_before
+        follower.store.is_full = False
+        await follower.assign(Assignment("b", {"a": ""}))
+        assert follower.partition.high_seq == 1
+        chunk = Chunk.build([Mutation(Operation.SET, b"2", b"value")])
+        result = follower.partition.mutate(batch_of(chunk, token), now=NOW)
+        assert not result.repeated
+        assert follower.partition.high_seq == 2
+        (row,) = follower.partition.get([b"2"], NOW)
+        assert row.value == b"value"
 
 
 async def test_a_full_disk_takes_a_replica_back_to_what_a_rollback_left(

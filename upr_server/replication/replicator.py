@@ -343,12 +343,18 @@ class Replicator:
                 self.trouble = str(error)
             if self._is_stopping:
                 self._dropped_because = self.trouble
-                for partition_id, record in self._on_disk.items():
-                    self._received_snapshots[partition_id] = ReceivedSnapshots.from_record(record)
-                self._dirty.clear()
+                self._drop_received()
                 return False
             await trio.sleep(REPLICATION_RETRY_S)
         return False
+
+    def _drop_received(self) -> None:
+        """Forgets what was received and is not on disk. O(partitions + answers)."""
+        for partition_id, record in self._on_disk.items():
+            self._received_snapshots[partition_id] = ReceivedSnapshots.from_record(record)
+            # Should this node become active, a batch that is dropped here must count as new.
+            self._partition(partition_id).repeated_batches.answers.truncate(record.high)
+        self._dirty.clear()
 
     async def _take_over(self, writes: list[PartitionWrite]) -> None:
         """Has the partitions in memory stand where the disk stands now, in steps."""
