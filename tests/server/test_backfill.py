@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from random import Random
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import pytest
 import trio
@@ -17,6 +17,7 @@ from tests.kit.placed_keys import key_in
 from tests.server.test_connection import P0, Peer, sets
 from tests.server.test_durability import BUCKET, increment, serving, speaking, value_of
 from upr_protocol.chunk import Bundle, Chunk, Mutation
+from upr_protocol.concurrency import Notifier
 from upr_protocol.errors import Status
 from upr_protocol.ids import SEQ_MAX, Cas, Operation, PartitionId, SeqNo, SnapshotKind
 from upr_protocol.wire import Get, GetReply, Mutate, MutateReply
@@ -40,10 +41,13 @@ from upr_server.storage.online.backfill import (
     StreamBrokenError,
 )
 from upr_server.storage.online.bucket_disk import BucketDisk
+from upr_server.storage.online.flusher import STEP_PARTITIONS
 from upr_server.storage.online.leases import BACKFILL_LEASE_S
 from upr_server.storage.online.partition_reader import PartitionReader
 from upr_server.storage.processes import open_store
 from upr_server.storage.simulated import SimulatedStore
+
+Answer = TypeVar("Answer")
 
 NOW: Final = 1000.0
 INDEXED_S: Final = 2.0
@@ -336,6 +340,52 @@ async def test_a_backfill_with_an_end_is_safe_from_a_compaction_before_it_begins
         await again.read()
         assert again.ends[0] >= 60
         again.close()
+
+
+class NotedCommits(SimulatedStore):
+    """A store that says when it has carried out a commit."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.carried_out = Notifier()
+
+    async def execute(self, call: StoreCall[Answer]) -> Answer:
+        answer = await super().execute(call)
+        if isinstance(call, Commit):
+            self.carried_out.notify()
+        return answer
+
+
+async def test_a_backfill_does_not_end_where_compaction_has_passed(
+    autojump_clock: trio.testing.MockClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The disk has a commit, and has compacted what that supersedes, before the server has noted
+    the commit in each of its many partitions."""
+    monkeypatch.setattr(bucket_storage, "GARBAGE_BYTES", 0)
+    store = NotedCommits()
+    async with serving(store, 64 * STEP_PARTITIONS) as server:
+        bucket = server.catalog.bucket(BUCKET)
+        model = Model(server.catalog.disks[bucket], bucket.partitions[0])
+        model.write(*items(0, 60))
+        await model.persist()
+        model.forget()
+        carried_out = store.carried_out.next_event()
+        model.write(*items(60, 60))
+        # The last partition of a commit is noted first.
+        for partition in bucket.partitions[1:]:
+            rows = [Mutation(Operation.SET, b"key", b"value")]
+            partition.mutate(batch_of(Chunk.build(rows, SeqNo(0), SeqNo(0))), now=NOW)
+        await carried_out.wait()
+        maintenance = model.disk.maintenance
+        async with maintenance.paused():
+            maintenance._waiters += 1
+            while not maintenance.statistics().get("compactions"):
+                await maintenance._step()
+            maintenance._waiters -= 1
+        reader = Reader(model)
+        await reader.read()
+        assert reader.ends[-1] == 120
+        reader.close()
 
 
 async def test_memory_that_is_shared_with_the_disk_is_free_again(tmp_path: Path) -> None:

@@ -287,9 +287,7 @@ class Replicator:
                 writes = await self._collect()
                 if not writes:
                     return
-                if await self._put(writes):
-                    self._commits += 1
-                    await self._take_over(writes)
+                await self._put(writes)
         self._written.notify()
         self._disk.note_committed()
 
@@ -324,17 +322,13 @@ class Replicator:
             partition_id, write.record, write.chunks, answers, write.ends, write.purge_seq
         )
 
-    async def _put(self, writes: list[PartitionWrite]) -> bool:
-        """Puts it on disk. Waits for room on a full disk, until the replicator is to stop or the
-        bucket is deleted; then it is dropped.
-
-        Returns:
-            Whether it is on disk.
-        """
+    async def _put(self, writes: list[PartitionWrite]) -> None:
+        """Puts it on disk, and takes it over. Waits for room on a full disk, until the replicator
+        is to stop or the bucket is deleted; then it is dropped."""
         while not self._is_gone:
             try:
-                await self._disk.store.ask(Commit(self._disk.bucket.name, tuple(writes)))
-                return True
+                await self._put_once(writes)
+                return
             except DiskFullError as error:
                 if not self.trouble:
                     log.error(
@@ -344,9 +338,14 @@ class Replicator:
             if self._is_stopping:
                 self._dropped_because = self.trouble
                 self._drop_received()
-                return False
+                return
             await trio.sleep(REPLICATION_RETRY_S)
-        return False
+
+    async def _put_once(self, writes: list[PartitionWrite]) -> None:
+        with self._disk.flusher.commit_under_way():
+            await self._disk.store.ask(Commit(self._disk.bucket.name, tuple(writes)))
+            self._commits += 1
+            await self._take_over(writes)
 
     def _drop_received(self) -> None:
         """Forgets what was received and is not on disk. O(partitions + answers)."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Final
 
@@ -100,6 +101,7 @@ class Flusher:
         self._index_can_move = True
         # Partitions whose index is damaged: it follows their log no further.
         self._stuck: set[PartitionId] = set()
+        self._commits_under_way: dict[trio.Event, None] = {}
         self._commits = self._committed_bytes = self._committed_mutations = 0
         self._last_commit_s = self._longest_commit_s = 0.0
         self.full = ""
@@ -324,13 +326,29 @@ class Flusher:
             if self._is_stopping:
                 raise DiskFullError(full_disk)
             await trio.sleep(FULL_DISK_RETRY_S)
+        self._last_commit_s = self.last_commit_at - began
+        self._longest_commit_s = max(self._longest_commit_s, self._last_commit_s)
+        self._commits += 1
+        await self._call_reached()
+        self._committed.notify()
+        self._on_commit()
+
+    async def _try_commit(self, writes: list[PartitionWrite]) -> str:
+        """Writes to disk, and notes that; returns why the disk has no room, or nothing if it
+        has."""
+        with self.commit_under_way():
+            try:
+                await self._store.ask(Commit(self._bucket.name, tuple(writes)))
+            except DiskFullError as error:
+                return str(error) or "the disk is full"
+            await self._note_committed(writes)
+        return ""
+
+    async def _note_committed(self, writes: list[PartitionWrite]) -> None:
         if self.full:
             log.info("disk has space again", bucket=self._bucket.name)
             self.full = ""
         self.last_commit_at = trio.current_time()
-        self._last_commit_s = self.last_commit_at - began
-        self._longest_commit_s = max(self._longest_commit_s, self._last_commit_s)
-        self._commits += 1
         while writes:
             # What was written is freed in these steps: all in one took 12 ms, with 100,000 answers.
             write = writes.pop()
@@ -341,17 +359,22 @@ class Flusher:
             partition.manager.persistence.commit(write.record.high)
             if len(writes) % STEP_PARTITIONS == 0:
                 await trio.lowlevel.checkpoint()
-        await self._call_reached()
-        self._committed.notify()
-        self._on_commit()
 
-    async def _try_commit(self, writes: list[PartitionWrite]) -> str:
-        """Writes to disk; returns why the disk has no room, or nothing if it has."""
+    @contextmanager
+    def commit_under_way(self) -> Iterator[None]:
+        """Marks the time from asking the disk for a commit, of this flusher or of a replicator,
+        until the partitions say where they end on disk: for so long the disk may be further."""
+        noted = trio.Event()
+        self._commits_under_way[noted] = None
         try:
-            await self._store.ask(Commit(self._bucket.name, tuple(writes)))
-        except DiskFullError as error:
-            return str(error) or "the disk is full"
-        return ""
+            yield
+        finally:
+            del self._commits_under_way[noted]
+            noted.set()
+
+    def commits_under_way(self) -> list[trio.Event]:
+        """For each commit under way an event that is set when it is noted, or has failed."""
+        return list(self._commits_under_way)
 
     @property
     def lag_mutations(self) -> int:

@@ -187,6 +187,8 @@ class Maintenance:
             self._bucket.memory_policy.is_short(self._bucket.memory) or self._is_urgently_needed()
         )
         await self._leases.delete_lapsed()
+        # The step comes behind these on the disk.
+        commits = self._flusher.commits_under_way()
         step, self._figures = await self._store.ask(
             Maintain(
                 self._bucket.name,
@@ -197,6 +199,10 @@ class Maintenance:
                 keep_unindexed=0 if needs_index else self.undo_mutations,
             )
         )
+        for noted in commits:
+            # The step may have indexed them, and compacted what they supersede. Whoever comes next
+            # takes the end on disk that the partition names for a state that the disk has.
+            await noted.wait()
         self._leases.mark_broken(step.broken_leases)
         self._flusher.set_index_can_move(True)
         if step.partition < 0:
