@@ -85,7 +85,8 @@ class Assignment(
             the replicas still follow it. Otherwise empty.
         continues_from: After a takeover, the point at which `active` continues the previous node's
             history. It must have exactly everything up to this point. Left out if it begins a new
-            history. A node that is already active ignores it.
+            history. A node that is already active ignores it. A node that was active since, and
+            was restarted, has more, and begins a new history.
         lost_active: During a failover, or when a command resumes an interrupted takeover: the node
             that was active before. It is also in the replicas, because it returns as a replica. But
             it does not count as a replica that acknowledged.

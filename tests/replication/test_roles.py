@@ -35,12 +35,18 @@ def replica_at(seq: int) -> Partition:
 
 
 def log_after(
-    partition: Partition, assignment: Assignment, *, is_confirming: bool = False, is_clean: bool
+    partition: Partition,
+    assignment: Assignment,
+    *,
+    was_active: bool = False,
+    is_confirming: bool = False,
+    is_clean: bool,
 ) -> list[tuple[int, int]]:
     failover_log = failover_log_in(
         partition,
         PartitionState.ACTIVE,
         assignment,
+        was_active=was_active,
         is_confirming=is_confirming,
         is_clean=is_clean,
         new_history_id=lambda: NEW_HISTORY,
@@ -118,6 +124,22 @@ def test_a_replica_at_the_named_end_continues_the_history() -> None:
     with pytest.raises(ServerError, match="continue history 7 at 20") as refusal:
         log_after(replica_at(19), at_the_end, is_clean=True)
     assert refusal.value.status is Status.WRONG_STATE
+
+
+def test_a_restarted_active_goes_on_from_beyond_the_end_at_which_it_once_took_over() -> None:
+    """The map names that end for as long as no command changes the partition."""
+    taken_over = Assignment("a", continues_from=HistoryPoint(HistoryId(7), SeqNo(20)))
+    with pytest.raises(ServerError, match="continue history 7 at 20"):
+        log_after(replica_at(25), taken_over, is_clean=True)
+    assert log_after(replica_at(25), taken_over, was_active=True, is_clean=True) == [
+        (99, 25),
+        (7, 0),
+    ]
+    # What it has must have come from there.
+    for other_end in (HistoryPoint(HistoryId(7), SeqNo(26)), HistoryPoint(HistoryId(8), SeqNo(0))):
+        elsewhere = Assignment("a", continues_from=other_end)
+        with pytest.raises(ServerError, match="use `upr failover`"):
+            log_after(replica_at(25), elsewhere, was_active=True, is_clean=True)
 
 
 @pytest.mark.parametrize(("is_clean", "pairs"), [(True, [(7, 0)]), (False, [(99, 20), (7, 0)])])

@@ -169,6 +169,7 @@ class ClusteredBucket:
                 partition,
                 state,
                 new_map.partitions[partition.id],
+                was_active=roles.was_last_active(self.map.partitions[partition.id], self._node),
                 is_confirming=is_confirming,
                 is_clean=self.is_clean,
                 new_history_id=self._system.new_id,

@@ -128,6 +128,7 @@ def failover_log_in(
     state: PartitionState,
     assignment: Assignment,
     *,
+    was_active: bool,
     is_confirming: bool,
     is_clean: bool,
     new_history_id: Callable[[], HistoryId],
@@ -138,6 +139,7 @@ def failover_log_in(
         partition: The partition, as it still is.
         state: What it becomes.
         assignment: What the map says of it.
+        was_active: Whether this node was the last active by the map that it has.
         is_confirming: Whether the map only confirms what this node was before it was restarted.
         is_clean: Whether it was stopped cleanly then.
         new_history_id: Draws a fresh one.
@@ -157,8 +159,14 @@ def failover_log_in(
     if is_confirming:
         has_everything = is_clean
     elif assignment.continues_from is not None:
-        _check_stands_at_the_end(partition, assignment.continues_from)
-        has_everything = True
+        has_everything = _stands_at(partition, assignment.continues_from)
+        # A map keeps the point of an earlier takeover while commands change other partitions. A
+        # node that was active since has gone past it, and may have been restarted. What it has
+        # above the point only itself can have given.
+        if not has_everything and not (
+            was_active and _has_all_up_to(partition, assignment.continues_from)
+        ):
+            raise _end_is_missing(partition, assignment.continues_from)
     else:
         has_everything = False
     # A new copy has no history that it could continue.
@@ -167,16 +175,29 @@ def failover_log_in(
     return failover_log.with_branch(new_history_id(), partition.high_seq)
 
 
-def _check_stands_at_the_end(partition: Partition, end: HistoryPoint) -> None:
+def _stands_at(partition: Partition, point: HistoryPoint) -> bool:
+    return (partition.failover_log.current, partition.high_seq) == (point.history_id, point.seq)
+
+
+def _has_all_up_to(partition: Partition, point: HistoryPoint) -> bool:
+    failover_log = partition.failover_log
+    knows_history = any(entry.history_id == point.history_id for entry in failover_log)
+    return (
+        knows_history
+        and failover_log.contains(point.history_id, point.seq)
+        and partition.high_seq >= point.seq
+    )
+
+
+def _end_is_missing(partition: Partition, end: HistoryPoint) -> ServerError:
     # Refused, and not answered with a new history: the command then gives the partition back to
     # the node that has everything, and nothing is lost.
-    history_id = partition.failover_log.current
-    if (history_id, partition.high_seq) != (end.history_id, end.seq):
-        raise ServerError(
-            Status.WRONG_STATE,
-            f"partition {partition.id} is to continue history {end.history_id:x} at {end.seq}, but "
-            f"this copy is in history {history_id:x} at {partition.high_seq}; use `upr failover`",
-        )
+    return ServerError(
+        Status.WRONG_STATE,
+        f"partition {partition.id} is to continue history {end.history_id:x} at {end.seq}, but "
+        f"this copy is in history {partition.failover_log.current:x} at {partition.high_seq}; use "
+        "`upr failover`",
+    )
 
 
 def sources_in(
