@@ -6,15 +6,17 @@ import pytest
 import trio
 from trio.testing import MockClock
 
-from tests.kit.memory_network import HOST, MemoryNetwork, node
+from tests.kit.memory_network import HOST, PARTITIONS, MemoryNetwork, node
+from tests.kit.process import eventually
 from upr_protocol.client import Address
 from upr_protocol.errors import BrokenError, RemoteProtocolError, ServerError, Status
-from upr_protocol.partition_map import PartitionMap
+from upr_protocol.partition_map import Assignment, PartitionMap
 from upr_protocol.transport import dial_tcp
 from upr_protocol.wire import GetMap, Message
 from upr_server.net import HANDLERS
-from upr_server.replication.node_connections import NodeConnections
+from upr_server.replication.node_connections import ASK_TIMEOUT_S, NodeConnections
 from upr_server.runtime import System
+from upr_server.storage.simulated import SimulatedDirectory, SimulatedStore
 
 PORT = 77
 
@@ -131,6 +133,37 @@ async def test_connections_to_nodes_that_the_map_does_not_name_any_more_are_clos
         assert network.open == 1
         await connections.status(other_address)
         assert dials.count == 2
+
+
+async def test_a_silent_node_is_waited_for_once_and_not_for_each_bucket(
+    network: MemoryNetwork, autojump_clock: MockClock
+) -> None:
+    """A node that was restarted is active again as soon as another one has confirmed its maps."""
+    buckets = [f"bucket-{index}" for index in range(10)]
+    ports = {"a": PORT, "b": PORT + 1, "c": PORT + 2}
+    addresses = {name: f"{HOST}:{port}" for name, port in ports.items()}
+    assignment = Assignment("a", {"b": "", "c": ""})
+    directory = SimulatedDirectory()
+    async with node("c", port=ports["c"]) as other:
+        store = SimulatedStore(directory)
+        async with node("a", *buckets, port=ports["a"], store=store) as server:
+            for bucket in buckets:
+                partition_map = PartitionMap(
+                    bucket=bucket,
+                    revision=1,
+                    nodes=addresses,
+                    partitions=(assignment,) * PARTITIONS,
+                )
+                await server.partition_maps.set_map(0, partition_map.encode())
+                await other.partition_maps.set_map(0, partition_map.encode())
+        network.hang(ports["b"])
+        store = SimulatedStore(directory)
+        async with node("a", *buckets, port=ports["a"], store=store) as server:
+            assert server.partition_maps.unconfirmed_buckets() == buckets
+            with trio.fail_after(2 * ASK_TIMEOUT_S):
+                await eventually(
+                    lambda: not server.partition_maps.unconfirmed_buckets(), "all are confirmed"
+                )
 
 
 async def test_a_node_that_answers_with_the_map_of_another_bucket_changes_nothing(

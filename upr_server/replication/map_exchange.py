@@ -38,6 +38,8 @@ class MapExchange:
         self._partition_maps = partition_maps
         self._last_asked: dict[str, int] = defaultdict(int)
         self._logged: set[str] = set()
+        # Nodes that did not answer in this round: waited for once, not again for each bucket.
+        self._silent_nodes: set[str] = set()
 
     async def run(self) -> None:
         """Asks the other nodes, for ever."""
@@ -45,6 +47,7 @@ class MapExchange:
         async with trio.open_nursery() as nursery:
             connections = NodeConnections(nursery, self._identity, partition_maps.system)
             while True:
+                self._silent_nodes.clear()
                 unconfirmed = partition_maps.unconfirmed_buckets()
                 for bucket in unconfirmed:
                     await self._confirm(connections, bucket)
@@ -118,8 +121,10 @@ class MapExchange:
     ) -> PartitionMap | None:
         """The map of the node `name`; None when it does not answer, has no map, or contradicts this
         node's."""
+        if host_port in self._silent_nodes:
+            return None
         try:
-            with trio.move_on_after(ASK_TIMEOUT_S):
+            with trio.move_on_after(ASK_TIMEOUT_S) as scope:
                 status = await connections.status(self._address(host_port, bucket))
                 own_map = self._partition_maps.map_of(bucket)
                 if status.node != name:
@@ -140,6 +145,8 @@ class MapExchange:
                         f"{name} has a different map of revision {own_map.revision}: two commands "
                         "ran at the same time; repeat the one that counts"
                     )
+            if scope.cancelled_caught:
+                self._silent_nodes.add(host_port)
         except UprError as error:
             if isinstance(error, CredentialsError) or (
                 isinstance(error, ServerError) and error.status in _NOT_LET_IN
