@@ -397,6 +397,27 @@ def test_the_number_of_writers_that_must_begin_again_is_bounded() -> None:
     assert answers.refuse_overtaking(token(2, WRITERS_MAX))
 
 
+def test_old_refusals_are_forgotten() -> None:
+    """Their writers may never return, and until then no batch of any writer is certainly new."""
+    memory = MemoryAccount()
+    answers = PublisherAnswers(memory)
+    for writer in range(3):
+        answers.note_refused(token(1, writer))
+    assert not answers.forget_old_refusals(), "none is old"
+    assert answers.refuse_overtaking(token(2, writer=1)), "this one is refused again"
+    answers.check_invariants()
+    assert answers.forget_old_refusals()
+    answers.check_invariants()
+    refused_writers = [w for w in range(3) if answers.overtakes_refused(token(3, w))]
+    assert refused_writers == [1]
+    assert not answers.is_certainly_new(token(1, writer=5), 0)
+    assert answers.forget_old_refusals()
+    assert answers.is_certainly_new(token(1, writer=5), 0)
+    answers.check_invariants()
+    assert memory.writers == answers.nbytes == 0
+    assert not answers.forget_old_refusals()
+
+
 # Memory and quota.
 
 

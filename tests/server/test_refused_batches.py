@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import trio
 import trio.testing
 
 from tests.server.test_backfill import Model
@@ -20,6 +21,8 @@ from tests.server.test_durability import (
     value_of,
 )
 from upr_protocol.errors import Status
+from upr_server.buckets.upkeep import REFUSALS_AGE_S
+from upr_server.engine import WriterToken
 from upr_server.storage.calls import FindItems, StoreCall
 from upr_server.storage.errors import DiskFullError
 from upr_server.storage.simulated import SimulatedStore
@@ -41,6 +44,25 @@ async def test_while_a_disk_was_full() -> None:
         assert await value_of(peer, b"k") is None
         assert [await put(counter) for counter in (1, 2, 3, 4)] == 4 * [Status.OK]
         assert await value_of(peer, b"k") == b"4"
+
+
+@pytest.mark.usefixtures("autojump_clock")
+async def test_a_publisher_that_never_returns_slows_others_down_for_minutes_only() -> None:
+    async with serving(SimulatedStore()) as server, trio.open_nursery() as nursery:
+        (disk,) = server.catalog.disks.values()
+        async with speaking(server) as peer:
+            disk.flusher.full = "full"
+            answer = await answer_to(peer, await send(peer, sets(b"k"), MEMORY, P0, 1))
+            assert status_of(answer) is Status.TEMPORARY_FAILURE
+            disk.flusher.full = ""
+        answers = disk.bucket.partitions[P0].repeated_batches.answers
+        other_token = WriterToken(b"another writer!!", 1)
+        nursery.start_soon(server.upkeep.run_expiring)
+        await trio.sleep(REFUSALS_AGE_S / 2)
+        assert not answers.is_certainly_new(other_token, 0)
+        await trio.sleep(2 * REFUSALS_AGE_S)
+        assert answers.is_certainly_new(other_token, 0)
+        nursery.cancel_scope.cancel()
 
 
 class Unreadable(SimulatedStore):

@@ -35,6 +35,10 @@ RELIEF_RETRY_S: Final = 0.05
 EXPIRY_INTERVAL_S: Final = 1.0
 """How often expired items are turned into deletions; a read says missing at once in any case."""
 
+REFUSALS_AGE_S: Final = 600.0
+"""For so long a partition notes at least that it refused a publisher's batch. What the publisher
+had sent behind that has come by then, or its connection has ended."""
+
 log = structlog.get_logger(__name__)
 
 
@@ -56,6 +60,7 @@ class Upkeep:
         self._after_step: list[Callable[[], None]] = []
         self._memory_counts: list[Callable[[], int]] = []
         self._heap_trimmer = HeapTrimmer()
+        self._forgets_refusals_at = -math.inf
         self.count_memory(lambda: sum([bucket.memory.total for bucket in self._disks]))
 
     def add_bucket(self, disk: BucketDisk) -> None:
@@ -160,6 +165,9 @@ class Upkeep:
 
     async def _tend_partitions(self, now: float) -> None:
         """Does what is due in each partition: most have nothing."""
+        forgets_refusals = trio.current_time() >= self._forgets_refusals_at
+        if forgets_refusals:
+            self._forgets_refusals_at = trio.current_time() + REFUSALS_AGE_S
         for bucket in list(self._disks):
             for partition_count, partition in enumerate(bucket.partitions, 1):
                 if bucket not in self._disks:
@@ -172,6 +180,9 @@ class Upkeep:
                 await _repeat(partial(evict, TOMBSTONES_STEP, partition.high_seq))
                 # Small snapshots would else wait for more of them.
                 partition.manager.consider_short_runs()
+                answers = partition.repeated_batches.answers
+                if forgets_refusals and answers.forget_old_refusals():
+                    await trio.lowlevel.checkpoint()
                 # Publishers whose replicas took too long are answered.
                 await _repeat(partial(partition.replicas.make_calls, trio.current_time()))
                 if partition_count % PARTITIONS_STEP == 0:

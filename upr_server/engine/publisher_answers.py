@@ -14,7 +14,8 @@ batch is refused for a passing reason, later batches must not overtake it. They 
 until the publisher sends a refused batch again. So the highest refused counter is enough to know: a
 batch above it is refused, any other ends the matter. A publisher that gave up all its refused
 batches sees its next batch refused once. At most 64 batches are refused in a row: no more are in
-flight.
+flight. A publisher may also be gone for good. So a refusal is forgotten once nothing that was sent
+behind it can still be on its way.
 
 **Attempts.** A task that Spark runs again is the same writer, and begins again with its first
 batch. Each run has an attempt number. Batches of an older attempt than the highest known are
@@ -84,7 +85,7 @@ class PublisherAnswers:
         kernel_answers: The answers. The kernel adds to them with the runs of bundles.
     """
 
-    __slots__ = ("_memory", "_refused_writers", "kernel_answers")
+    __slots__ = ("_memory", "_refusal_period", "_refused_writers", "kernel_answers")
 
     def __init__(self, memory: MemoryAccount) -> None:
         self._memory = memory
@@ -97,8 +98,10 @@ class PublisherAnswers:
             UNSAVED_BYTES,
             ORDER_SLACK,
         )
-        # Writers with refused batches: the highest counter refused, and how many were.
-        self._refused_writers: OrderedDict[bytes, tuple[int, int]] = OrderedDict()
+        # Writers with refused batches, in the order of their last refusals: the highest counter
+        # refused, how many were, and in which period the last was.
+        self._refused_writers: OrderedDict[bytes, tuple[int, int, int]] = OrderedDict()
+        self._refusal_period = 0
 
     def __len__(self) -> int:
         return len(self.kernel_answers)
@@ -129,7 +132,7 @@ class PublisherAnswers:
         O(1)."""
         if token.writer not in self._refused_writers:
             return False
-        highest, refused_count = self._refused_writers[token.writer]
+        highest, refused_count, _ = self._refused_writers[token.writer]
         return token.counter > highest and refused_count < BATCHES_MAX
 
     def refuse_overtaking(self, token: WriterToken) -> bool:
@@ -150,13 +153,36 @@ class PublisherAnswers:
         if token.writer not in self._refused_writers:
             self._count_refused(REFUSED_WRITER_BYTES)
         elif self.overtakes_refused(token):
-            _, refused_count = self._refused_writers[token.writer]
-        self._refused_writers[token.writer] = (token.counter, refused_count + 1)
+            _, refused_count, _ = self._refused_writers[token.writer]
+        self._refused_writers[token.writer] = (
+            token.counter,
+            refused_count + 1,
+            self._refusal_period,
+        )
         self.kernel_answers.has_refused = True
         self._refused_writers.move_to_end(token.writer)
         if len(self._refused_writers) > WRITERS_MAX:
             self._refused_writers.popitem(last=False)
             self._count_refused(-REFUSED_WRITER_BYTES)
+
+    def forget_old_refusals(self) -> bool:
+        """Forgets the refusals of those writers of whom nothing was refused since the last call.
+        While there are refusals no batch is certainly new, which costs every publisher of the
+        partition. O(writers forgotten).
+
+        Returns:
+            Whether there were any.
+        """
+        refused_writers, count_before = self._refused_writers, len(self._refused_writers)
+        while refused_writers:
+            writer, (_, _, period) = next(iter(refused_writers.items()))
+            if period == self._refusal_period:
+                break
+            del refused_writers[writer]
+        self._refusal_period += 1
+        self._count_refused(-REFUSED_WRITER_BYTES * (count_before - len(refused_writers)))
+        self.kernel_answers.has_refused = bool(refused_writers)
+        return len(refused_writers) < count_before
 
     def _count_refused(self, nbytes: int) -> None:
         self._memory.writers += nbytes
@@ -239,3 +265,6 @@ class PublisherAnswers:
         self.kernel_answers.check_invariants()
         assert len(self._refused_writers) <= WRITERS_MAX
         assert self.kernel_answers.has_refused == bool(self._refused_writers)
+        periods = [period for _, _, period in self._refused_writers.values()]
+        assert sorted(periods) == periods, "those refused last come last"
+        assert all(self._refusal_period - period <= 1 for period in periods)
