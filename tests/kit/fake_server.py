@@ -556,3 +556,9 @@ class FakeConnection:
 
     def _on_stats(self, message: Stats) -> None:
         self.session.send(StatsReply('{"fake": true}', opaque=message.opaque))
+
+
+def put_keys(server: FakeServer, count: int) -> None:
+    """Sets so many keys to an empty value."""
+    for number in range(count):
+        server.put(b"key-%d" % number, b"")

@@ -17,8 +17,9 @@ from upr_protocol.client import (
     RolledBack,
     SnapshotEnd,
     SnapshotStart,
+    StreamEnded,
 )
-from upr_protocol.errors import UprError
+from upr_protocol.errors import Status, UprError
 from upr_protocol.failover import Position
 from upr_protocol.ids import PartitionId
 from upr_protocol.spark.errors import PipelineError, as_pipeline_error, sentence_first
@@ -137,6 +138,12 @@ def _batches(
                         yield from buffer.add(chunk, snapshots[event.partition])
                 elif isinstance(event, RolledBack):
                     raise rolled_back_error(slices[event.partition], event)
+                elif isinstance(event, StreamEnded) and event.reason is not Status.END_REACHED:
+                    # No error for a consumer. But rows of the slice are missing.
+                    raise PipelineError(
+                        "UPR_NO_BUCKET",
+                        f"{options.address}: the bucket was deleted while it was read",
+                    )
             yield from buffer.take_rest()
     except UprError as error:
         raise as_pipeline_error(error, options.address, options.timeout_s) from error
