@@ -97,12 +97,13 @@ def plan(options: ReadOptions, driver: DriverClient, lease_id: int) -> list[Read
         ServerError: What was pinned is gone, or deletions behind a start are.
         PipelineError: The server cannot be asked.
     """
-    numbers = driver.wait_until_persisted() if options.durable else driver.seqnos()
-    infos = driver.partition_infos()
+    # First: of a time that has not passed, later changes are part too.
     start = (
         options.start if options.start_time is None else driver.seqnos_at_time(options.start_time)
     )
     end = options.end if options.end_time is None else driver.seqnos_at_time(options.end_time)
+    numbers = driver.wait_until_persisted() if options.durable else driver.seqnos()
+    infos = driver.partition_infos()
     for option, bound in (("startingOffsets", start), ("endingOffsets", end)):
         if not isinstance(bound, str):
             check_named(option, bound, numbers)
