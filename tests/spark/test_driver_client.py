@@ -1,13 +1,20 @@
-"""What a driver asks of a real server, without Spark."""
+"""What a driver asks of a server, without Spark."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
+import pytest
+
+from tests.kit.threaded import ThreadedFake, trio_thread
 from tests.spark.bucket import change, put
 from upr_protocol.client import BlockingClient
+from upr_protocol.errors import Status
+from upr_protocol.spark import driver_connection
 from upr_protocol.spark.driver_client import BucketDriverClient
 from upr_protocol.spark.read_options import ReadOptions
+from upr_protocol.wire import Await, Message
 
 
 def test_a_position_replaces_that_of_another_process(new_bucket: Callable[..., str]) -> None:
@@ -27,3 +34,29 @@ def test_a_position_replaces_that_of_another_process(new_bucket: Callable[..., s
         with BlockingClient(url) as client:
             (consumer,) = client.stats(client.address.bucket)["leases"]["consumers"]
         assert consumer["numbers_behind"] == numbers_behind
+
+
+def test_a_barrier_that_meets_a_failover_waits_for_the_new_node(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It has what was acknowledged as replicated. That may not be on its disk yet."""
+    awaits: list[Message] = []
+
+    def refuse(message: Message) -> Status | None:
+        if not isinstance(message, Await):
+            return None
+        awaits.append(message)
+        return Status.HISTORY_CHANGED if len(awaits) == 1 else None
+
+    with trio_thread() as thread:
+        fake = thread.call(lambda: ThreadedFake(thread))
+        fake.server.refuse = refuse
+        fake.server.put(b"key", b"value")
+        monkeypatch.setattr(
+            driver_connection, "BlockingClient", partial(BlockingClient, dial=fake.dial)
+        )
+        options = ReadOptions.parse({"url": "upr://fake/b"}, streaming=True)
+        driver = BucketDriverClient(options)
+        assert max(row.high_seq for row in driver.wait_until_persisted().values()) == 1
+        driver.close()
+    assert len(awaits) == 2

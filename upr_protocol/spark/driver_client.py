@@ -139,11 +139,19 @@ class BucketDriverClient:
         return {info.partition: info for info in infos if info.partition in self._numbers}
 
     def wait_until_persisted(self) -> Mapping[PartitionId, PartitionNumbers]:
-        barrier = self.seqnos()
-        for row in barrier.values():
-            if row.persisted_seq < row.high_seq:
-                self._connection.ask(partial(_await_persisted, row))
+        # After a failover, the new node may have what was acknowledged in memory alone.
+        while not self._await_all_persisted():
+            pass
         return self.seqnos()
+
+    def _await_all_persisted(self) -> bool:
+        """Waits until all is on disk that the bucket has now; False if a partition has begun
+        another history meanwhile."""
+        is_persisted = True
+        for row in self.seqnos().values():
+            if row.persisted_seq < row.high_seq:
+                is_persisted &= self._connection.ask(partial(_await_persisted, row))
+        return is_persisted
 
     def seqnos_at_time(self, time: datetime) -> Mapping[int, int]:
         partitions = tuple(self.wait_until_persisted())
@@ -203,13 +211,16 @@ class BucketDriverClient:
         self._connection.close()
 
 
-def _await_persisted(row: PartitionNumbers, client: BlockingClient) -> None:
+def _await_persisted(row: PartitionNumbers, client: BlockingClient) -> bool:
+    """Waits until a number is on disk; False if the partition is in another history by then, in
+    which the number is another's."""
     call = calls.await_durable(
         row.partition, row.history_id, row.high_seq, Durability.PERSISTED, 0, _WAIT_S
     )
     try:
         client.ask(call)
     except ServerError as error:
-        # In another history the number is another's: there is nothing to wait for.
         if error.status is not Status.HISTORY_CHANGED:
             raise
+        return False
+    return True
