@@ -16,7 +16,7 @@ from upr_protocol.chunk import Chunk, ChunkBuilder
 from upr_protocol.errors import RemoteProtocolError, Status
 from upr_protocol.failover import FailoverLog, Retry, RollBack, decide_start
 from upr_protocol.hashing import partition_of
-from upr_protocol.ids import Operation, PartitionId, PartitionState, SeqNo, SnapshotKind
+from upr_protocol.ids import SEQ_MAX, Operation, PartitionId, PartitionState, SeqNo, SnapshotKind
 from upr_protocol.partition_map import PartitionMap
 from upr_protocol.session import ServerSession, SessionState
 from upr_protocol.wire import (
@@ -29,6 +29,9 @@ from upr_protocol.wire import (
     Get,
     GetMap,
     GetReply,
+    Lease,
+    LeaseAction,
+    LeaseReply,
     ListBuckets,
     ListBucketsReply,
     MapReply,
@@ -106,6 +109,8 @@ class FakeServer:
         """Requests that are not answered before `release`."""
         self.reports: list[ReplicaAck] = []
         """What replicas reported."""
+        self.leases: dict[int, tuple[tuple[int, int, int], ...]] = {}
+        """The ranges of each lease: partition, start and end."""
         self.answers: tuple[tuple[bytes, int, int, bytes], ...] = ()
         """What is told in every snapshot on streams that ask for answers."""
         self.paused = False
@@ -528,6 +533,32 @@ class FakeConnection:
             return
         rows = tuple((p.id, p.log.current, p.seq_before(message.time_ns)) for p in partitions)
         self.session.send(SeqnosAtReply(rows, opaque=message.opaque))
+
+    def _on_lease(self, message: Lease) -> None:
+        server, lease_id = self._server, message.lease_id
+        if message.action is LeaseAction.RELEASE:
+            if server.leases.pop(lease_id, None) is None:
+                self._refuse(message, Status.BAD_ARGUMENT)
+            else:
+                self.session.send(LeaseReply(lease_id, 0, opaque=message.opaque))
+            return
+        if message.action is LeaseAction.ACQUIRE:
+            if not self._are_active([server.partitions[number] for number, _, _ in message.ranges]):
+                self._refuse(message, Status.NOT_MY_PARTITION)
+                return
+            ranges = tuple(
+                (number, start, server.partitions[number].high if end == SEQ_MAX else end)
+                for number, start, end in message.ranges
+            )
+            server.leases.setdefault(lease_id, ranges)
+        if lease_id not in server.leases:
+            self._refuse(message, Status.RANGE_GONE)
+            return
+        rows = tuple(
+            (number, server.partitions[number].log.current, start, end, 0)
+            for number, start, end in server.leases[lease_id]
+        )
+        self.session.send(LeaseReply(lease_id, message.time_to_live_s, rows, opaque=message.opaque))
 
     def _on_await(self, message: Await) -> None:
         if self._misdirected(message, PartitionState.ACTIVE):

@@ -94,6 +94,15 @@ class ModelDriverClient:
             if any(leased == partition_id for leased, _, _ in lease.ranges):
                 lease.whole = False
 
+    def take_over(self, partition_id: int) -> None:
+        """Another node becomes active for the partition. It has all of it, but knows nothing of
+        leases, and has compacted as it liked."""
+        for lease_id, lease in list(self.leases.items()):
+            lease.ranges = [leased for leased in lease.ranges if leased[0] != partition_id]
+            if not lease.ranges:
+                del self.leases[lease_id]
+        self.compact(partition_id)
+
     def add_partition(self) -> None:
         self.partitions.append(self._new())
 

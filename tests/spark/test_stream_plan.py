@@ -685,6 +685,28 @@ def test_a_batch_that_is_not_whole_any_more_is_not_read() -> None:
     assert ranges_of(tasks) == [(0, 0, 5, None)]  # type: ignore[arg-type]
 
 
+def test_a_batch_of_which_another_node_has_become_active_is_not_read() -> None:
+    """The lease is there for the other partitions. So nothing refuses to renew it, and without a
+    look at its ranges each task would fail, each time that the query is started."""
+    driver = ModelDriverClient(2)
+    for partition in range(2):
+        for key in (0, 1, 0, 2):
+            driver.write(partition, key)
+        driver.flush(partition)
+    reader = reader_of(driver)
+    initial = reader.initialOffset()
+    end = reader.latestOffset(initial, ReadAllAvailable())
+    driver.take_over(1)
+    with pytest.raises(PipelineError, match="another node has become active") as failed:
+        reader.partitions(initial, end)
+    assert failed.value.code == "UPR_RANGE_GONE"
+    (task,) = reader_of(driver, failOnDataLoss="false").partitions(initial, end)
+    assert isinstance(task, ReadTask)
+    assert ranges_of([task]) == [(0, 0, 4, None), (1, 0, 4, None)]
+    for part in task.slices:
+        assert driver.read(part.partition, part.start, part.end, task.lease_id)
+
+
 def test_changes_not_yet_on_disk_are_streamed_only_on_request() -> None:
     driver = ModelDriverClient(1)
     driver.write(0, 0)

@@ -165,9 +165,9 @@ def _not_readable(error: ServerError, options: ReadOptions) -> PipelineError:
     if error.status is Status.RANGE_GONE:
         return PipelineError(
             "UPR_RANGE_GONE",
-            f"{options.address}: compaction has removed changes that this DataFrame reads, "
-            f"because its lease of {options.lease_s} s (leaseSeconds) had lapsed: load it "
-            "again, or cache it",
+            f"{options.address}: the lease of this DataFrame does not hold its changes any more. "
+            f"It had lapsed after {options.lease_s} s (leaseSeconds), and compaction has removed "
+            "some; or another node has become active for a partition. Load it again, or cache it",
         )
     if error.status is Status.ROLLBACK_NEEDED:
         return PipelineError(

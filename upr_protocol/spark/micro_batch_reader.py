@@ -38,6 +38,7 @@ from upr_protocol.spark.stream_plan import (
     BacklogSize,
     StreamLimits,
     StreamPlan,
+    holds_ranges,
     rollback_error,
     sizes_of,
     slices_of,
@@ -247,9 +248,15 @@ class MicroBatchReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
     def _pinned(self, lease_id: int, slices: list[Slice]) -> HeldLease:
         """The lease of a batch; or a new one on what is left of it, if that is good enough."""
         try:
-            return self._server.renew_lease(lease_id)
+            lease = self._server.renew_lease(lease_id)
         except ServerError as error:
             return self._repinned(slices, error)
+        parts = [part for part in slices if part.start < part.end]
+        if holds_ranges(lease, ((part.partition, part.start, part.end) for part in parts)):
+            return lease
+        # Of several nodes, one has lost its part, or is not active any more.
+        gone = f"lease {lease_id:016x} lacks a part of the batch"
+        return self._repinned(slices, ServerError(Status.RANGE_GONE, gone))
 
     def _repinned(self, slices: list[Slice], error: ServerError) -> HeldLease:
         if error.status is not Status.RANGE_GONE:
@@ -257,9 +264,10 @@ class MicroBatchReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         if self._options.fails_on_data_loss:
             raise PipelineError(
                 "UPR_RANGE_GONE",
-                f"{self._options.address}: Spark reads a batch again, and compaction has removed "
-                f"some of its changes: the query stood still for longer than its lease of "
-                f"{self._options.lease_s} s (leaseSeconds). The server still has the newest "
+                f"{self._options.address}: Spark reads a batch whose lease does not hold all of "
+                "its changes any more. The query stood still for longer than its lease of "
+                f"{self._options.lease_s} s (leaseSeconds), and compaction has removed some; or "
+                "another node has become active for a partition. The server still has the newest "
                 "version of every key: set failOnDataLoss=false to continue without the older "
                 "ones, or begin with a new checkpoint",
             ) from error

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Final, TypeVar
 
 import attrs
@@ -424,13 +424,24 @@ def _is_mid_snapshot(partitions: Mapping[PartitionId, PartitionOffset]) -> bool:
 def _holds_snapshots(lease: HeldLease, partitions: Mapping[PartitionId, PartitionOffset]) -> bool:
     """Whether a lease holds what there is more of the snapshots that were begun. It does not where
     a partition is asked for again that the lease's batch was without."""
-    ranges = {range_.partition: range_ for range_ in lease.ranges}
+    return holds_ranges(
+        lease,
+        (
+            (partition, offset.seq, offset.snapshot_end)
+            for partition, offset in partitions.items()
+            if offset.seq < offset.snapshot_end
+        ),
+    )
+
+
+def holds_ranges(lease: HeldLease, ranges: Iterable[tuple[PartitionId, SeqNo, SeqNo]]) -> bool:
+    """Whether a lease holds these ranges: partition, start (exclusive) and end of each."""
+    leased_ranges = {leased.partition: leased for leased in lease.ranges}
     return all(
-        partition in ranges
-        and ranges[partition].start <= offset.seq
-        and offset.snapshot_end <= ranges[partition].end
-        for partition, offset in partitions.items()
-        if offset.seq < offset.snapshot_end
+        partition in leased_ranges
+        and leased_ranges[partition].start <= start
+        and end <= leased_ranges[partition].end
+        for partition, start, end in ranges
     )
 
 

@@ -15,8 +15,8 @@ from upr_protocol.client import (
     BlockingConsumer,
     WriteResult,
 )
-from upr_protocol.errors import BrokenError
-from upr_protocol.ids import Operation
+from upr_protocol.errors import BrokenError, ServerError, Status
+from upr_protocol.ids import SEQ_MAX, Operation
 from upr_protocol.partition_map import Assignment
 
 URL = "upr://a,b,c/b"
@@ -130,3 +130,24 @@ def test_a_blocking_consumer_until_now_ends_on_every_node(nodes: ThreadedCluster
             mirror.apply(event)
         assert consumer.done
     assert mirror.contents == nodes.cluster.any.contents()
+
+
+def test_a_lease_belongs_to_the_node_that_was_active(nodes: ThreadedCluster) -> None:
+    everything = [(partition, 0, SEQ_MAX) for partition in range(PARTITIONS)]
+    with client(nodes) as kv:
+        nodes.move({0: Assignment(active="b")})
+        for _ in range(2):
+            lease = kv.acquire_lease(everything[:1], time_to_live_s=60, owner="o", lease_id=7)
+            assert [leased.partition for leased in lease.ranges] == [0]
+        assert list(nodes.cluster.server("b").leases) == [7]
+        assert not nodes.cluster.server("a").leases
+        kv.acquire_lease(everything, time_to_live_s=60, owner="o", lease_id=8)
+        nodes.move({0: Assignment(active="a")})
+        kv.seqnos()  # which learns the map
+        with pytest.raises(ServerError, match="another node has become active") as refused:
+            kv.renew_lease(8, time_to_live_s=60)
+        assert refused.value.status is Status.RANGE_GONE
+        with pytest.raises(ServerError, match="another node has become active"):
+            kv.acquire_lease(everything, time_to_live_s=60, owner="o", lease_id=8)
+        lease = kv.acquire_lease(everything, time_to_live_s=60, owner="o", lease_id=9)
+        assert [leased.partition for leased in lease.ranges] == list(range(PARTITIONS))

@@ -14,7 +14,7 @@ from tests.kit.fake_server import FakeConnection, FakeServer
 from upr_protocol.client import Client, NotDurableError, connect
 from upr_protocol.client.core.retry import WAIT_S_MAX
 from upr_protocol.errors import BrokenError, ServerError, Status
-from upr_protocol.ids import Durability, PartitionId
+from upr_protocol.ids import SEQ_MAX, Durability, PartitionId
 from upr_protocol.partition_map import Assignment
 from upr_protocol.wire import Get, Lease, LeaseReply, Mutate
 
@@ -259,3 +259,59 @@ async def test_renewing_a_lease_fails_unless_every_node_has_renewed_it(
         await trio.sleep(3)
         await client.renew_lease(7, time_to_live_s=60)
         assert asked() == "bbbbbccccc"
+
+
+EVERYTHING = [(partition, 0, SEQ_MAX) for partition in range(6)]
+
+
+async def test_a_lease_is_acquired_at_the_node_that_has_become_active(
+    cluster: FakeCluster, autojump_clock: MockClock
+) -> None:
+    async with connect(URL, dial=cluster.dial) as client:
+        cluster.move({0: Assignment(active="b")})
+        lease = await client.acquire_lease(EVERYTHING[:1], time_to_live_s=60, owner="o", lease_id=7)
+        assert [leased.partition for leased in lease.ranges] == [0]
+        assert list(cluster.server("b").leases) == [7]
+        assert not cluster.server("a").leases
+
+
+@pytest.mark.parametrize("to", ["a", "c"])
+async def test_a_lease_whose_partitions_have_moved_is_not_acquired_again(
+    cluster: FakeCluster, autojump_clock: MockClock, to: str
+) -> None:
+    """Its node keeps the ranges, and the new one takes others or has none: together they would
+    lack partitions, or have some twice."""
+    async with connect(URL, dial=cluster.dial) as client:
+
+        async def acquire(lease_id: int) -> list[PartitionId]:
+            lease = await client.acquire_lease(
+                EVERYTHING, time_to_live_s=60, owner="o", lease_id=lease_id
+            )
+            return [leased.partition for leased in lease.ranges]
+
+        assert await acquire(7) == await acquire(7) == list(range(6))
+        # `a` has one more of which the lease has no range there, and keeps the other; or `b` has
+        # none any more.
+        cluster.move({1: Assignment(active=to), 4: Assignment(active=to)})
+        await client.seqnos()  # which learns the map
+        with pytest.raises(ServerError, match="another node has become active") as refused:
+            await acquire(7)
+        assert refused.value.status is Status.RANGE_GONE
+        assert await acquire(8) == list(range(6))
+
+
+async def test_a_lease_is_not_renewed_at_a_node_that_is_not_active_any_more(
+    cluster: FakeCluster, autojump_clock: MockClock
+) -> None:
+    async with connect(URL, dial=cluster.dial) as client:
+        await client.acquire_lease(EVERYTHING, time_to_live_s=60, owner="o", lease_id=7)
+        cluster.move({0: Assignment(active="b")})
+        await client.seqnos()
+        with pytest.raises(ServerError, match="another node has become active") as refused:
+            await client.renew_lease(7, time_to_live_s=60)
+        assert refused.value.status is Status.RANGE_GONE
+        # A node without any partition is not asked for what it holds.
+        cluster.move({3: Assignment(active="b")})
+        await client.seqnos()
+        lease = await client.renew_lease(7, time_to_live_s=60)
+        assert [leased.partition for leased in lease.ranges] == [1, 2, 4, 5]

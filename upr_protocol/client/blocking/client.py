@@ -271,8 +271,8 @@ class BlockingClient(KeyOperations[WriteResult]):
         return self._dispatcher.acquire_lease(request)
 
     def renew_lease(self, lease_id: int, *, time_to_live_s: int) -> HeldLease:
-        """Lets a lease last for so long from now, even if it has lapsed. `ServerError` with
-        `RANGE_GONE` if it does not exist or its ranges are no longer whole."""
+        """Lets a lease last for so long from now, even if it has lapsed; see
+        `Client.renew_lease`."""
         return self._dispatcher.ask_all_holders(
             calls.lease(LeaseAction.RENEW, lease_id=lease_id, time_to_live_s=time_to_live_s)
         )

@@ -230,35 +230,58 @@ class BlockingDispatcher:
                     rows.extend(group_rows)
                 return sorted(rows, key=lambda row: row.partition)
             except ServerError as error:
-                # The map is older than a takeover or a failover.
-                self.connections.metadata.note_revision(error.map_revision)
-                if error.status not in WRONG_NODE or not self._wait_for_map(deadline):
+                if not self._may_ask_elsewhere(error, deadline):
                     raise
 
+    def _may_ask_elsewhere(self, error: ServerError, deadline: float) -> bool:
+        """Waits until partitions that a node refused may be asked for at another. False if that
+        does not help, or comes after the deadline."""
+        # The map is older than a takeover or a failover.
+        self.connections.metadata.note_revision(error.map_revision)
+        return error.status in WRONG_NODE and self._wait_for_map(deadline)
+
     def acquire_lease(self, request: LeaseRequest) -> HeldLease:
-        """Acquires a lease, with the same ID at each node that has some of its ranges."""
-        groups = self._connections_of(sorted(request.partitions)) or [(self.connect(), [])]
-        return calls.merge_leases(
-            [
-                self._ask_on(connection, request.call_for(partitions))
-                for connection, partitions in groups
-            ]
-        )
+        """Acquires a lease, with the same ID at each node that has some of its ranges.
+
+        Raises:
+            ServerError: A node refused. `RANGE_GONE`: there is such a lease already, and partitions
+                of it have another active node since.
+        """
+        deadline = time.monotonic() + self._timeout_s
+        missing_partitions = request.partitions
+        leases: list[HeldLease] = []
+        while True:
+            groups = self._connections_of(sorted(missing_partitions)) or [(self.connect(), [])]
+            try:
+                for connection, partitions in groups:
+                    lease = self._ask_on(connection, request.call_for(partitions))
+                    if not self.connections.metadata.is_single_node:
+                        request.check_granted(lease, partitions)
+                    missing_partitions -= set(partitions)
+                    leases.append(lease)
+                return calls.merge_leases(leases)
+            except ServerError as error:
+                if not self._may_ask_elsewhere(error, deadline):
+                    raise
 
     def ask_all_holders(self, call: Call[HeldLease]) -> HeldLease:
         """Asks every node about a lease, and merges what they hold of it.
 
         Raises:
-            ServerError: No node has the lease.
+            ServerError: No node has the lease. `RANGE_GONE`: or a partition of it has another
+                active node since.
         """
         leases: list[HeldLease] = []
         refusal: ServerError | None = None
         count = calls.check_partition_count(self.connect().handshake.partition_count)
-        for connection, _ in self._connections_of(range(count)):
+        for connection, partitions in self._connections_of(range(count)):
             try:
-                leases.append(self._ask_on(connection, call))
+                lease = self._ask_on(connection, call)
             except ServerError as error:
                 refusal = error
+            else:
+                calls.check_active(lease, partitions)
+                leases.append(lease)
         if not leases and refusal is not None:
             raise refusal
         return calls.merge_leases(leases)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Sequence
 from functools import partial
 from operator import attrgetter
 from typing import Any, Generic, TypeVar
@@ -370,6 +370,43 @@ class LeaseRequest:
             owner=self.owner,
             ranges=[one_range for one_range in self.ranges if one_range[0] in partitions],
         )
+
+    def check_granted(self, lease: HeldLease, partitions: Collection[int]) -> None:
+        """Makes sure that one of several nodes has granted just what it was asked for. A lease of
+        this ID that the node had before keeps its ranges. If those are of other partitions, some
+        have another active node since. To take them as they are would repeat or lack ranges.
+
+        Args:
+            lease: What the node has granted.
+            partitions: The partitions that it was asked for.
+
+        Raises:
+            ServerError: `RANGE_GONE`.
+        """
+        if {leased.partition for leased in lease.ranges} != set(partitions):
+            raise _moved_lease_error(lease)
+
+
+def check_active(lease: HeldLease, partitions: Container[int]) -> None:
+    """Makes sure that a node can still give what it holds under a lease.
+
+    Args:
+        lease: What the node holds.
+        partitions: The partitions that it is active for.
+
+    Raises:
+        ServerError: `RANGE_GONE`.
+    """
+    if any(leased.partition not in partitions for leased in lease.ranges):
+        raise _moved_lease_error(lease)
+
+
+def _moved_lease_error(lease: HeldLease) -> ServerError:
+    return ServerError(
+        Status.RANGE_GONE,
+        f"another node has become active for a partition of lease {lease.lease_id:016x}, and does "
+        "not have this lease",
+    )
 
 
 def merge_leases(leases: Sequence[HeldLease]) -> HeldLease:

@@ -252,16 +252,25 @@ class Client(KeyOperations[Coroutine[Any, Any, WriteResult]]):
 
         Raises:
             ServerError: `BAD_ARGUMENT`, `LIMIT_REACHED`; `ROLLBACK_NEEDED` when a range is no
-                longer whole; `RANGE_GONE` when the lease exists and is no longer whole.
+                longer whole; `RANGE_GONE` when the lease exists and is no longer whole, or one of
+                its partitions has another active node since.
         """
         lease_id = lease_id or int.from_bytes(os.urandom(8), "little") | 1
         request = LeaseRequest(tuple(ranges), time_to_live_s, owner, lease_id)
         return await self._dispatcher.acquire_lease(request)
 
     async def renew_lease(self, lease_id: int, *, time_to_live_s: int) -> HeldLease:
-        """Lets a lease last for so long from now, even if it has lapsed. `ServerError` with
-        `RANGE_GONE` if it does not exist or its ranges are no longer whole; `BrokenError` if a node
-        that may have a part of it could not be asked."""
+        """Lets a lease last for so long from now, even if it has lapsed.
+
+        Returns:
+            The lease, with the ranges that nodes still hold. Those are missing that a node has
+            lost, or that a node held which was failed over.
+
+        Raises:
+            ServerError: `RANGE_GONE`: it does not exist, its ranges are no longer whole, or one of
+                its partitions has another active node since.
+            BrokenError: A node that may have a part of it could not be asked.
+        """
         return await self._dispatcher.ask_all_holders(
             calls.lease(LeaseAction.RENEW, lease_id=lease_id, time_to_live_s=time_to_live_s)
         )

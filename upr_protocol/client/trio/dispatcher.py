@@ -281,19 +281,36 @@ class RequestDispatcher:
             try:
                 reply_rows = await channel.ask(call_for(group))
             except ServerError as error:
-                if error.status not in WRONG_NODE or trio.current_time() >= deadline:
+                if not self._note_wrong_node(channel, group, error, deadline):
                     raise
-                # It does not say which of them it is not active for.
-                for partition in group:
-                    if self._channel_of.get(partition) is channel:
-                        self.connections.note_refused(partition, error, error.map_revision)
-                        self._channel_of[partition] = None
                 continue
             for row in reply_rows:
                 self.connections.router.note_succeeded(row.partition)
                 rows[row.partition] = row
             missing_partitions -= rows.keys()
         return [rows[partition] for partition in sorted(rows)]
+
+    def _note_wrong_node(
+        self,
+        channel: NodeChannel,
+        partitions: Iterable[PartitionId],
+        error: ServerError,
+        deadline: float,
+    ) -> bool:
+        """Has partitions placed anew that a node was asked about in vain. False if it does not help
+        to ask for them elsewhere, or the time is over."""
+        if (
+            self.connections.metadata.is_single_node
+            or error.status not in WRONG_NODE
+            or trio.current_time() >= deadline
+        ):
+            return False
+        # The node does not say which of them it is not active for.
+        for partition in partitions:
+            if self._channel_of.get(partition) is channel:
+                self.connections.note_refused(partition, error, error.map_revision)
+                self._channel_of[partition] = None
+        return True
 
     async def _next_group(
         self, partitions: Iterable[PartitionId], deadline: float
@@ -313,14 +330,30 @@ class RequestDispatcher:
         return channel, [p for p in ordered if self._channel_of.get(p, channel) is channel]
 
     async def acquire_lease(self, request: LeaseRequest) -> HeldLease:
-        """Acquires a lease, with the same ID at each node that has some of its ranges."""
+        """Acquires a lease, with the same ID at each node that has some of its ranges.
+
+        Raises:
+            ServerError: A node refused. `RANGE_GONE`: there is such a lease already, and partitions
+                of it have another active node since.
+            BrokenError: Some node could not be asked in time, or did not answer.
+        """
         deadline = trio.current_time() + self._retry_timeout_s
         missing_partitions = request.partitions
         leases: list[HeldLease] = []
         while missing_partitions or not leases:
             channel, partitions = await self._next_group(missing_partitions, deadline)
+            try:
+                lease = await channel.ask(request.call_for(partitions))
+            except ServerError as error:
+                if not self._note_wrong_node(channel, partitions, error, deadline):
+                    raise
+                continue
+            if not self.connections.metadata.is_single_node:
+                request.check_granted(lease, partitions)
+            for partition in partitions:
+                self.connections.router.note_succeeded(partition)
             missing_partitions -= set(partitions)
-            leases.append(await channel.ask(request.call_for(partitions)))
+            leases.append(lease)
         return calls.merge_leases(leases)
 
     async def ask_all_holders(self, call: Call[HeldLease]) -> HeldLease:
@@ -328,13 +361,14 @@ class RequestDispatcher:
         hold of it. Nodes that can be asked at once do not wait for the others.
 
         Raises:
-            ServerError: No node has the lease.
+            ServerError: No node has the lease. `RANGE_GONE`: or a partition of it has another
+                active node since.
             BrokenError: Some node could not be asked in time, or did not answer.
         """
         if not self.partition_count:
             return await self.ask(call)
         deadline = trio.current_time() + self._retry_timeout_s
-        leases: list[HeldLease] = []
+        leases: dict[NodeChannel, HeldLease] = {}
         refusals: list[ServerError] = []
         broken: BrokenError | None = None
         asked_channels: set[NodeChannel | None] = set()
@@ -347,7 +381,7 @@ class RequestDispatcher:
                 channel = await self._await_channel(partitions_left[0], deadline)
             asked_channels.add(channel)
             try:
-                leases.append(await channel.ask(call))
+                leases[channel] = await channel.ask(call)
             except ServerError as error:
                 refusals.append(error)
             except BrokenError as error:
@@ -356,7 +390,9 @@ class RequestDispatcher:
             raise broken
         if not leases:
             raise refusals[0] if refusals else BrokenError("no node has any partition")
-        return calls.merge_leases(leases)
+        for channel, lease in leases.items():
+            calls.check_active(lease, [p for p, c in self._channel_of.items() if c is channel])
+        return calls.merge_leases(list(leases.values()))
 
     def _held_partitions(self) -> list[PartitionId]:
         """The partitions that the map names a node for; all of them while there is no map."""
