@@ -17,7 +17,8 @@ from upr_protocol.client.operator import (
     remove_replicas,
 )
 from upr_protocol.errors import BrokenError, ServerError
-from upr_protocol.ids import Durability, PartitionState
+from upr_protocol.ids import Durability, PartitionId, PartitionState
+from upr_protocol.partition_map import Assignment
 
 
 def place(group: ServerGroup, name: str) -> str:
@@ -39,6 +40,32 @@ async def test_a_survey_asks_other_nodes_if_the_first_has_lost_its_disk() -> Non
         await group.start_apart("c")
         operator = Operator(Address.parse(f"upr://{place(group, 'c')},{place(group, 'a')}/b"))
         assert (await operator.survey()).map == group.map("a")
+
+
+async def test_a_survey_reports_different_maps_of_one_revision() -> None:
+    """Nodes do not agree by themselves then: a command has to say which map counts."""
+    async with running_servers("abc") as group:
+        base = group.map("a")
+        alone = Assignment("a")
+        for partition, name in enumerate("abc"):
+            changed_map = base.with_assignments({PartitionId(partition // 2): alone})
+            maps = group.servers[name].partition_maps
+            await maps.set_map(base.revision, changed_map.encode())
+        sentence = (
+            f"{{}} have different maps of revision {base.revision + 1}, as two commands ran at the "
+            "same time, or a node was restored from a backup. This command continues from the map "
+            "of {}: name another node first if its map counts"
+        )
+        for name, nodes in (("b", "b, a and c"), ("c", "c and a, b")):
+            group.progress.clear()
+            assert (await group.operator(name).survey()).map == group.map(name)
+            assert group.progress == [sentence.format(nodes, name)]
+        await remove_replicas(group.operator("c"), "b", partitions=[2])
+        assert group.map("a") == group.map("b") == group.map("c")
+        assert group.map("a").partitions[0].replicas == {"b": "", "c": ""}
+        group.progress.clear()
+        await group.operator("a").survey()
+        assert group.progress == []
 
 
 async def test_a_replica_may_follow_a_replica() -> None:

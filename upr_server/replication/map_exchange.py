@@ -143,7 +143,8 @@ class MapExchange:
                 else:
                     self._warn_once(
                         f"{name} has a different map of revision {own_map.revision}: two commands "
-                        "ran at the same time; repeat the one that counts"
+                        "ran at the same time, or a node was restored from a backup; repeat the "
+                        "command that counts, and ask the node that has its map"
                     )
             if scope.cancelled_caught:
                 self._silent_nodes.add(host_port)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractAsyncContextManager
 from typing import Final
 
@@ -259,7 +259,23 @@ class Operator:
             partition_map = PartitionMap.of_one_node(
                 bucket, count, entry.name, entry.address.host_ports, revision=0
             )
+        else:
+            self._report_other_maps(partition_map, reports.values())
         return Survey(bucket, entry.name, partition_map, reports)
+
+    def _report_other_maps(self, newest: PartitionMap, reports: Iterable[NodeReport]) -> None:
+        """Reports the nodes whose maps have the same revision as `newest`, and say something else.
+        None of these nodes takes another one's map."""
+        of_newest = [report for report in reports if report.revision == newest.revision]
+        names = [report.name for report in of_newest if report.map == newest]
+        others = [report.name for report in of_newest if report.map != newest]
+        if others:
+            self.on_progress(
+                f"{', '.join(names)} and {', '.join(others)} have different maps of revision "
+                f"{newest.revision}, as two commands ran at the same time, or a node was restored "
+                f"from a backup. This command continues from the map of {names[0]}: name another "
+                "node first if its map counts"
+            )
 
 
 def _require_name(status: NodeStatus, address: Address) -> NodeStatus:
