@@ -26,6 +26,7 @@ from upr_server.app import Server, running_server
 from upr_server.config import ServerConfig
 from upr_server.engine import MutateResult, Partition, WriterToken, batch_of
 from upr_server.engine.mutate_result import pack_result
+from upr_server.engine.publisher_answers import BATCHES_MAX
 from upr_server.replication.replicator import (
     COLLECTED_PARTITIONS,
     RECONNECT_S,
@@ -35,6 +36,7 @@ from upr_server.runtime import System
 from upr_server.storage.calls import Commit, StoreCall, Truncate
 from upr_server.storage.errors import DiskFullError
 from upr_server.storage.online.bucket_disk import BucketDisk
+from upr_server.storage.online.flusher import STEP_ANSWERS
 from upr_server.storage.simulated import SimulatedStore
 
 PARTITION: Final = PartitionId(0)
@@ -297,6 +299,42 @@ async def test_a_commit_of_many_partitions_is_collected_in_steps(
         )
         trio.lowlevel.remove_instrument(steps)
         assert steps.count > count // COLLECTED_PARTITIONS
+
+
+class LargestStep(trio.abc.Instrument):
+    """Notes how many answers to publishers one step of any task has added at most."""
+
+    def __init__(self, partition: Partition) -> None:
+        self.added_count = 0
+        self._answers = partition.repeated_batches.answers
+        self._count = self._remembered_count()
+
+    def _remembered_count(self) -> int:
+        return len(self._answers.answers_between(0, 1))
+
+    def after_task_step(self, task: trio.lowlevel.Task) -> None:
+        count_before, self._count = self._count, self._remembered_count()
+        self.added_count = max(self.added_count, self._count - count_before)
+
+
+async def test_many_answers_to_publishers_are_taken_in_steps(autojump_clock: MockClock) -> None:
+    """A replica that begins gets those of a thousand publishers at once."""
+    step_count = 4
+    async with replica() as follower:
+        packed = pack_result(LOST)
+        follower.source.answers = tuple(
+            (writer.to_bytes(16), counter, 1, packed)
+            for writer in range(1, step_count * STEP_ANSWERS // BATCHES_MAX + 1)
+            for counter in range(BATCHES_MAX)
+        )
+        largest_step = LargestStep(follower.partition)
+        trio.lowlevel.add_instrument(largest_step)
+        await follower.receive(b"1")
+        await follower.persist()
+        trio.lowlevel.remove_instrument(largest_step)
+        answers = follower.partition.repeated_batches.answers
+        assert len(answers.answers_between(0, 1)) == step_count * STEP_ANSWERS
+        assert largest_step.added_count == STEP_ANSWERS
 
 
 async def test_unindexed_changes_can_be_undone_however_old_they_are(

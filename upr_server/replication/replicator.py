@@ -36,7 +36,7 @@ from upr_server.storage.calls import Commit, FindSnapshotEnd
 from upr_server.storage.chunk_log import PartitionWrite, StoredAnswer
 from upr_server.storage.errors import DiskFullError
 from upr_server.storage.online.bucket_disk import BucketDisk
-from upr_server.storage.online.flusher import take_answers
+from upr_server.storage.online.flusher import STEP_ANSWERS, take_answers
 from upr_server.storage.records import PartitionRecord
 
 BUFFER_BYTES: Final = 32 * 1024 * 1024
@@ -315,8 +315,10 @@ class Replicator:
     ) -> PartitionWrite:
         partition = self._partition(partition_id)
         write = snapshots.take_write()
-        if write.answers:
-            partition.repeated_batches.add_received(write.answers)
+        for begin in range(0, len(write.answers), STEP_ANSWERS):
+            if begin:
+                await trio.lowlevel.checkpoint()
+            partition.repeated_batches.add_received(write.answers[begin : begin + STEP_ANSWERS])
         answers = await take_answers(partition, write.record.high)
         return PartitionWrite(
             partition_id, write.record, write.chunks, answers, write.ends, write.purge_seq
