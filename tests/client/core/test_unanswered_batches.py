@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict, deque
 
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
@@ -278,10 +279,15 @@ class Publishing:
 
     def __init__(self, options: PublishOptions, writer: WriterIdentity | None = None) -> None:
         self.bundles: list[Mutate] = []
-        self.client, self.server = ClientSession("test", now=0.0), ServerSession("test", now=0.0)
         writer = WriterIdentity(bytes(15) + b"w") if writer is None else writer
         self._batches = UnansweredBatches(writer, options, draw=lambda: 0.5)
         self.node = self._batches.new_node()
+        self.connect()
+
+    def connect(self) -> None:
+        """Makes a new connection; one that there was is lost."""
+        self.node.disconnected()
+        self.client, self.server = ClientSession("test", now=0.0), ServerSession("test", now=0.0)
         self.carry()
         self.client.send(Open("b", opaque=self.client.new_opaque()))
         self.carry()
@@ -328,11 +334,37 @@ def test_what_a_task_has_behind_a_batch_that_was_refused_for_good_is_not_sent_ag
         bundles, (Status.NOT_ALLOWED, *[Status.TEMPORARY_FAILURE] * 2), strict=True
     ):
         publishing.refuse(bundle, status)
-    assert publishing.sent_runs(9.0) == [[0]]
-    publishing.refuse(publishing.bundles[0], Status.TEMPORARY_FAILURE)
+    assert publishing.node.take_refused() == batches[3:]
     assert [batch.refusal for batch in batches] == [Status.NOT_ALLOWED] * 4
     assert publishing.node.count == 0
     assert publishing.sent_runs(99.0) == []
+    batches.append(publishing.add(0, 1))
+    assert publishing.node.is_send_worth_trying
+    assert publishing.sent_runs(99.0) == []
+    assert publishing.node.take_refused() == batches[4:]
+    assert not publishing.node.is_send_worth_trying
+
+
+@pytest.mark.parametrize("refused", [0, 1])
+def test_a_lost_connection_behind_a_refusal_for_good_has_a_task_send_nothing_again(
+    refused: int,
+) -> None:
+    """The server has noted the refusal for the connection, and would apply what comes behind it."""
+    publishing = Publishing(PublishOptions(in_flight=3), WriterIdentity.of_task(b"w" * 16, 1))
+    batches = [publishing.add(0, 1) for _ in range(4)]
+    other = publishing.add(1, 1)
+    assert publishing.sent_runs(0.0) == [[0, 1], [0], [0]]
+    bundles = list(publishing.bundles)
+    for bundle in bundles[:refused]:
+        publishing.refuse(bundle, Status.TEMPORARY_FAILURE)
+    publishing.refuse(bundles[refused], Status.NOT_ALLOWED)
+    publishing.connect()
+    assert publishing.sent_runs(99.0) == ([[1]] if refused else [])
+    answered = publishing.node.take_refused()
+    assert answered == [batch for index, batch in enumerate(batches) if index != refused]
+    assert [batch.refusal for batch in batches] == [Status.NOT_ALLOWED] * 4
+    assert publishing.node.count == (0 if not refused else 1)
+    assert other.refusal is (Status.NOT_ALLOWED if not refused else None)
 
 
 def test_a_bundle_fills_while_the_server_has_enough_to_do() -> None:

@@ -188,8 +188,8 @@ class PartitionBatches:
             `waiting_batches` once nothing is in flight: resent before that, they could come after a
             later batch.
         in_flight: How many of them are in flight.
-        refusal: Why a batch of a task was refused for good; None if none was. The server takes
-            nothing that comes behind it.
+        refusal: Why a batch of a task was refused for good; None if none was. Nothing more is sent
+            then: a server would apply what comes behind it, after a lost connection.
         resend_at: When refused ones may be sent again.
         backoff: Spreads the times of resending.
     """
@@ -380,6 +380,8 @@ class NodeBatches:
         # before they send refused batches again.
         self._sendable: dict[PartitionBatches, None] = {}
         self._backing_off: dict[PartitionBatches, None] = {}
+        # The queues whose batches are not to be sent any more, as one was refused for good.
+        self._refused: dict[PartitionBatches, None] = {}
         # Operations and bytes of all batches that wait here, and since when they wait for others.
         self._unsent_rows = 0
         self._unsent_bytes = 0
@@ -406,6 +408,7 @@ class NodeBatches:
         """Gives up a partition. O(unanswered)."""
         self._sendable.pop(queue, None)
         self._backing_off.pop(queue, None)
+        self._refused.pop(queue, None)
         del self._queues[queue]
         self.count -= len(queue)
         self._count_unsent(queue.waiting_batches, -1)
@@ -427,8 +430,10 @@ class NodeBatches:
 
     @property
     def is_send_worth_trying(self) -> bool:
-        """Whether `send` may have something to do because batches were added. What else it may
-        wait for calls `send` itself. O(1)."""
+        """Whether `send` or `take_refused` may have something to do because batches were added.
+        What else they may wait for calls them itself. O(1)."""
+        if self._refused:
+            return True
         if self._worth_from is None or not self._sendable:
             return False
         rows, nbytes = self._worth_from
@@ -450,7 +455,11 @@ class NodeBatches:
 
     def _schedule(self, queue: PartitionBatches) -> None:
         """Lets a queue send, after the others, if it may."""
-        if (
+        if queue.refusal is not None:
+            self._sendable.pop(queue, None)
+            if queue.waiting_batches:
+                self._refused[queue] = None
+        elif (
             queue.waiting_batches
             and queue.in_flight < self._all_batches.options.in_flight
             and not queue.has_refused
@@ -652,10 +661,27 @@ class NodeBatches:
             self.count -= 1
         if not queue.in_flight and queue.has_refused:
             self._requeue(queue)
-            queue.resend_at = now + queue.backoff.next_wait_s()
-            self._backing_off[queue] = None
-        else:
-            self._schedule(queue)
+            if queue.refusal is None:
+                queue.resend_at = now + queue.backoff.next_wait_s()
+                self._backing_off[queue] = None
+        self._schedule(queue)
+
+    def take_refused(self) -> list[Batch]:
+        """Takes out the batches that are not sent any more, because the server refused one of their
+        partition for good. They have its refusal. O(the answer).
+
+        Call it after everything that changes the batches, as `send`, also without a connection."""
+        batches: list[Batch] = []
+        for queue in self._refused:
+            self._count_unsent(queue.waiting_batches, -1)
+            batches += queue.waiting_batches
+            for batch in queue.waiting_batches:
+                batch.refusal = queue.refusal
+            queue.waiting_batches.clear()
+        self._refused.clear()
+        self.count -= len(batches)
+        self._all_batches.remove_answered(batches, sum(batch.nbytes for batch in batches))
+        return batches
 
     def _may_retry(self, batch: Batch, status: Status, now: float) -> bool:
         if batch.refused_at is None:

@@ -57,6 +57,7 @@ class NodePublisher(NodeHandler):
     def lost(self, error: UprError) -> None:  # noqa: ARG002  ConnectionPool keeps it
         self._connection = None
         self.batches.disconnected()
+        self.send()
         self._nodes.notify_changed()
 
     def removed(self) -> None:
@@ -66,6 +67,9 @@ class NodePublisher(NodeHandler):
 
     def send(self, *, is_due: bool = False) -> None:
         """Sends as much as may be sent now; with `is_due`, bundles that are not full, too."""
+        if refused_batches := self.batches.take_refused():
+            self._nodes.finish_batches(refused_batches)
+            self._nodes.notify_changed()
         connection = self._connection
         if connection is None:
             return
