@@ -27,6 +27,9 @@ START_TIMEOUT_S: Final = 60.0
 STOP_TIMEOUT_S: Final = 60.0
 """A slow machine with other work to do is no failure; a hang is."""
 
+CRASH_S: Final = 0.2
+"""How long a server that has gone may take to have an exit code."""
+
 POLL_S: Final = 0.005
 
 
@@ -52,7 +55,8 @@ def environment(**changes: str) -> dict[str, str]:
         for name, value in os.environ.items()
         if name == VARIABLE or not name.startswith("UPR_")
     }
-    return {**variables, **changes}
+    # Of a crash in C the log has the place.
+    return {**variables, "PYTHONFAULTHANDLER": "1", **changes}
 
 
 class ServerProcess:
@@ -205,7 +209,12 @@ async def server_process(
                 assert code == 0, f"the server ended with code {code}"
             assert not [fault for fault in server.faults if fault["event"] not in errors]
         except BaseException as error:
-            error.add_note(f"The server's log ends:\n{_tail(log_path)}")
+            # One that has crashed may not have been waited for yet.
+            with trio.move_on_after(CRASH_S, shield=True):
+                await process.wait()
+            error.add_note(
+                f"The server's exit code: {process.returncode}; its log ends:\n{_tail(log_path)}"
+            )
             raise
         finally:
             with trio.move_on_after(STOP_TIMEOUT_S, shield=True):

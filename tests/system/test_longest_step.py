@@ -47,7 +47,7 @@ STREAM_BYTES_MAX: Final = 1500
 async def quick_server() -> AsyncIterator[ServerProcess]:
     """A server with a bucket of 1,024 partitions, and bystanders; none of its steps may be long."""
     with many_descriptors():
-        async with server_process("--log-level", "error", "--node", "a") as server:
+        async with server_process("--log-level", "warning", "--node", "a") as server:
             async with connect(server.url()) as client:
                 await client.create_bucket(BUCKET, PARTITIONS_MAX)
             async with bystanders(server):
