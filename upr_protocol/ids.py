@@ -118,3 +118,17 @@ class Durability(IntEnum):
     """The active node and `copies` replicas have it in memory."""
     REPLICATED_AND_PERSISTED = 3
     """The active node and `copies` replicas have it on disk."""
+
+    @property
+    def is_replicated(self) -> bool:
+        """Whether replicas must have it, too."""
+        return self in (Durability.REPLICATED, Durability.REPLICATED_AND_PERSISTED)
+
+
+DURABILITIES: Final = {level.name.lower().replace("_", "-"): level for level in Durability}
+"""The levels by the words that commands and options have for them."""
+
+REPLICATED_DURABILITIES: Final = " or ".join(
+    word for word, level in DURABILITIES.items() if level.is_replicated
+)
+"""The words of the replicated levels, for errors."""

@@ -29,8 +29,8 @@ from upr_protocol.spark import UprDataSource
 from upr_protocol.spark.batch_reader import BatchReader
 from upr_protocol.spark.micro_batch_reader import MicroBatchReader
 from upr_protocol.spark.read_options import ReadOptions
+from upr_protocol.spark.read_tasks import ReadTask
 from upr_protocol.spark.recipes import LatestState
-from upr_protocol.spark.slices import ReadTask
 
 COLUMNS = ("partition", "history_id", "seq", "key", "value", "deleted")
 
@@ -123,7 +123,7 @@ def is_to_die(partition: InputPartition) -> bool:
     assert isinstance(partition, ReadTask)
     context = TaskContext.get()
     assert context is not None
-    return not context.attemptNumber() and sum(part.start for part in partition.slices) % 3 == 0
+    return not context.attemptNumber() and sum(range_.start for range_ in partition.ranges) % 3 == 0
 
 
 class DyingBatchReader(BatchReader):

@@ -18,7 +18,7 @@ from upr_protocol.spark import driver_connection
 from upr_protocol.spark.batch_reader import plan
 from upr_protocol.spark.driver_client import BucketDriverClient
 from upr_protocol.spark.read_options import ReadOptions
-from upr_protocol.spark.slices import ReadTask
+from upr_protocol.spark.read_tasks import ReadTask
 
 NOW = datetime(2026, 1, 31, 12, tzinfo=UTC)
 
@@ -29,7 +29,9 @@ def options_of(**options: str) -> ReadOptions:
 
 def ranges_of(tasks: list[ReadTask]) -> list[tuple[int, int, int]]:
     """Partition, start and end of what is read."""
-    return sorted((part.partition, part.start, part.end) for task in tasks for part in task.slices)
+    return sorted(
+        (range_.partition, range_.start, range_.end) for task in tasks for range_ in task.ranges
+    )
 
 
 class BusyBucket(ModelDriverClient):

@@ -22,9 +22,9 @@ from upr_protocol.spark.buckets_reader import BucketsReader
 from upr_protocol.spark.errors import OptionError, PipelineError
 from upr_protocol.spark.micro_batch_reader import MicroBatchReader
 from upr_protocol.spark.read_options import ReadOptions
+from upr_protocol.spark.read_tasks import ReadTask
 from upr_protocol.spark.recipes import latest
 from upr_protocol.spark.schema import default_schema
-from upr_protocol.spark.slices import ReadTask
 
 Range = tuple[str, int, int, int]
 
@@ -65,7 +65,9 @@ def ranges_of(reader: BucketsReader, start: Any, end: Any) -> list[Range]:
     ranges = []
     for task in reader.partitions(start, end):
         assert isinstance(task, ReadTask)
-        ranges += [(task.bucket, part.partition, part.start, part.end) for part in task.slices]
+        ranges += [
+            (task.bucket, range_.partition, range_.start, range_.end) for range_ in task.ranges
+        ]
     return sorted(ranges)
 
 
@@ -154,7 +156,7 @@ def test_a_marker_of_one_bucket_comes_once() -> None:
     (task,) = reader.partitions(start, end)
     assert isinstance(task, ReadTask)
     assert task.bucket == "a"
-    assert task.slices[0].marker is not None
+    assert task.ranges[0].marker is not None
     write_rows(buckets.drivers["b"], 0, 1)
     later = reader.latestOffset(end, ReadAllAvailable())
     assert ranges_of(reader, end, later) == [("b", 0, 10, 11)]

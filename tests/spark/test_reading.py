@@ -12,8 +12,8 @@ from upr_protocol.errors import Status
 from upr_protocol.ids import SeqNo
 from upr_protocol.spark.errors import PipelineError
 from upr_protocol.spark.read_options import ReadOptions
+from upr_protocol.spark.read_tasks import PartitionRange, ReadTask
 from upr_protocol.spark.reading import read_task
-from upr_protocol.spark.slices import ReadTask, Slice
 from upr_protocol.wire import Go
 
 COLUMNS = types.StructType([types.StructField("key", types.BinaryType())])
@@ -40,7 +40,7 @@ def test_a_task_whose_bucket_is_deleted_fails_and_does_not_lack_rows(
         )
         partition = server.partitions[0]
         bounds = (SeqNo(0), partition.high, SeqNo(0), partition.high)
-        task = ReadTask((Slice(partition.id, partition.log, *bounds),), 0)
+        task = ReadTask((PartitionRange(partition.id, partition.log, *bounds),), 0)
         options = ReadOptions.parse({"url": f"upr://127.0.0.1:{port}/b"})
         with pytest.raises(PipelineError, match="deleted while it was read") as failed:
             list(read_task(task, options, COLUMNS))

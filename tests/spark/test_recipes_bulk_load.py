@@ -37,7 +37,7 @@ def test_every_row_is_written_or_reported(
             value="text",
             dead_letters=letters,
             options=options,
-            tell=lines.append,
+            on_progress=lines.append,
         )
         assert (loaded.rows, loaded.failed) == (50, 3)
         assert loaded.rows_per_s == loaded.rows / loaded.seconds > 0

@@ -155,7 +155,7 @@ def test_increments_restore_each_state(
     ):
         change(url, mutations)
         states.append(contents(url))
-        increment = backup(spark, url, folder, tell=lines.append)
+        increment = backup(spark, url, folder, on_progress=lines.append)
         assert {name: part.end for name, part in increment.partitions.items()} == ends(url)
         assert increment.number == len(states) - 1
     assert "increment 2: 31 numbers to read" in lines

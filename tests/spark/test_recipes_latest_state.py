@@ -36,7 +36,7 @@ class Kept:
         self.url = url
         self.table = str(folder / "table")
         self.checkpoint = folder / "checkpoint"
-        self.told: list[str] = []
+        self.sentences: list[str] = []
 
     def run(self, *, begin_anew: bool = False, **options: object) -> None:
         """Has the table catch up, with a query of its own."""
@@ -48,7 +48,7 @@ class Kept:
             available_now=True,
             begin_anew=begin_anew,
             options={name: str(value) for name, value in options.items()},
-            tell=self.told.append,
+            on_progress=self.sentences.append,
         )
         with plain_errors():
             query.awaitTermination()
@@ -100,7 +100,7 @@ def test_the_table_holds_what_the_bucket_holds(latest_table: Kept) -> None:
     latest_table.forget_last_commit()
     latest_table.run()
     assert latest_table.version == 1
-    assert latest_table.told[-1] == "batch 1 is in the table already"
+    assert latest_table.sentences[-1] == "batch 1 is in the table already"
     assert latest_table.contents == contents(latest_table.url)
 
     # A batch that changes nothing in the table is a commit all the same.
@@ -190,7 +190,9 @@ def changes_of(spark: SparkSession, url: str) -> DataFrame:
 
 def test_the_sink_does_a_batch_once(spark: SparkSession, latest_table: Kept) -> None:
     change(latest_table.url, put(range(10)))
-    sink = LatestState(latest_table.table, "an application", tell=latest_table.told.append)
+    sink = LatestState(
+        latest_table.table, "an application", on_progress=latest_table.sentences.append
+    )
     sink(changes_of(spark, latest_table.url), 0)
     first = latest_table.contents
     assert first == contents(latest_table.url)

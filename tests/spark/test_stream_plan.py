@@ -30,8 +30,8 @@ from upr_protocol.spark.errors import PipelineError
 from upr_protocol.spark.micro_batch_reader import MicroBatchReader
 from upr_protocol.spark.offset import PartitionOffset, StreamOffset
 from upr_protocol.spark.read_options import ReadOptions
+from upr_protocol.spark.read_tasks import PartitionRange, ReadTask, tasks_of
 from upr_protocol.spark.schema import default_schema
-from upr_protocol.spark.slices import ReadTask, Slice, tasks_of
 from upr_protocol.spark.stream_plan import (
     BATCH_ENDS_MAX,
     StreamLimits,
@@ -64,13 +64,18 @@ def reader_of(
 
 def ranges_of(tasks: list[ReadTask]) -> Ranges:
     """Partition, start and end of what tasks read, and from where it went back."""
-    slices: list[Slice] = sorted(
-        (part for task in tasks for part in task.slices),
-        key=lambda part: (part.partition, part.start),
+    ranges: list[PartitionRange] = sorted(
+        (range_ for task in tasks for range_ in task.ranges),
+        key=lambda range_: (range_.partition, range_.start),
     )
     return [
-        (part.partition, part.start, part.end, part.marker.came_from if part.marker else None)
-        for part in slices
+        (
+            range_.partition,
+            range_.start,
+            range_.end,
+            range_.marker.from_seq if range_.marker else None,
+        )
+        for range_ in ranges
     ]
 
 
@@ -196,13 +201,15 @@ class Query(RuleBasedStateMachine):
         """What the tasks read, or would: partition, number, key; a key of -1 is a marker."""
         rows_read = []
         for task in tasks:
-            for part in task.slices:
-                if part.marker is not None:
-                    assert part.start == part.marker.went_to
-                    rows_read.append((part.partition, part.start, -1))
-                if part.start < part.end:
-                    rows = self.driver.read(part.partition, part.start, part.end, task.lease_id)
-                    rows_read += [(part.partition, seq, key) for seq, key in rows]
+            for range_ in task.ranges:
+                if range_.marker is not None:
+                    assert range_.start == range_.marker.to_seq
+                    rows_read.append((range_.partition, range_.start, -1))
+                if range_.start < range_.end:
+                    rows = self.driver.read(
+                        range_.partition, range_.start, range_.end, task.lease_id
+                    )
+                    rows_read += [(range_.partition, seq, key) for seq, key in rows]
         return sorted(rows_read)
 
     @precondition(lambda self: self.end is not None)
@@ -703,8 +710,8 @@ def test_a_batch_of_which_another_node_has_become_active_is_not_read() -> None:
     (task,) = reader_of(driver, failOnDataLoss="false").partitions(initial, end)
     assert isinstance(task, ReadTask)
     assert ranges_of([task]) == [(0, 0, 4, None), (1, 0, 4, None)]
-    for part in task.slices:
-        assert driver.read(part.partition, part.start, part.end, task.lease_id)
+    for range_ in task.ranges:
+        assert driver.read(range_.partition, range_.start, range_.end, task.lease_id)
 
 
 def test_changes_not_yet_on_disk_are_streamed_only_on_request() -> None:
@@ -728,7 +735,9 @@ def test_changes_not_yet_on_disk_are_streamed_only_on_request() -> None:
 def test_tasks_are_few_and_about_equal() -> None:
     log = FailoverLog().with_branch(HistoryId(1), SeqNo(0))
     slices = [
-        Slice(PartitionId(partition), log, SeqNo(0), SeqNo(100), SeqNo(0), SeqNo(100), nbytes)
+        PartitionRange(
+            PartitionId(partition), log, SeqNo(0), SeqNo(100), SeqNo(0), SeqNo(100), nbytes
+        )
         for partition, nbytes in enumerate([10, 10, 1000, 10, 350, 0, 10])
     ]
     for bytes_max, tasks_min in ((10_000, 1), (100, 1), (10_000, 4), (1, 1), (10_000, 10_000)):
@@ -736,10 +745,10 @@ def test_tasks_are_few_and_about_equal() -> None:
         assert {task.lease_id for task in tasks} == {7}
         reached = dict.fromkeys(range(7), 0)
         for task in tasks:
-            assert len({part.partition for part in task.slices}) == len(task.slices)
-            for part in task.slices:
-                assert part.start == reached[part.partition] < part.end
-                reached[part.partition] = part.end
+            assert len({range_.partition for range_ in task.ranges}) == len(task.ranges)
+            for range_ in task.ranges:
+                assert range_.start == reached[range_.partition] < range_.end
+                reached[range_.partition] = range_.end
         assert set(reached.values()) == {100}
         assert len(tasks) >= min(tasks_min, 100)
         assert len(tasks) <= 2 * max(1390 // bytes_max, tasks_min) + 2 * len(slices)
@@ -920,8 +929,8 @@ def test_a_lease_on_other_partitions_does_not_serve_one_that_is_asked_for_again(
             break
         for task in reader.partitions(start, end):
             assert isinstance(task, ReadTask)
-            for part in task.slices:
-                driver.read(part.partition, part.start, part.end, task.lease_id)
+            for range_ in task.ranges:
+                driver.read(range_.partition, range_.start, range_.end, task.lease_id)
         start = end
     assert {partition: offset.seq for partition, offset in offsets_of(start).items()} == {
         0: 10,

@@ -20,8 +20,8 @@ from upr_protocol.spark.errors import PipelineError
 from upr_protocol.spark.options import idle_interval_s
 from upr_protocol.spark.publication import writer_id
 from upr_protocol.spark.read_options import ReadOptions
+from upr_protocol.spark.read_tasks import PartitionRange, ReadTask
 from upr_protocol.spark.reading import read_task
-from upr_protocol.spark.slices import ReadTask, Slice
 from upr_protocol.spark.write_options import WriteOptions
 from upr_protocol.spark.writer import WriteTask
 
@@ -40,8 +40,8 @@ def write(options: dict[str, str]) -> None:
 
 def read(options: dict[str, str], history_id: int = 1) -> list[pa.RecordBatch]:
     log = FailoverLog((FailoverEntry(HistoryId(history_id), SeqNo(0)),))
-    part = Slice(PartitionId(0), log, SeqNo(0), SeqNo(1), SeqNo(0), SeqNo(1))
-    return list(read_task(ReadTask((part,), 0), ReadOptions.parse(options), COLUMNS))
+    range_ = PartitionRange(PartitionId(0), log, SeqNo(0), SeqNo(1), SeqNo(0), SeqNo(1))
+    return list(read_task(ReadTask((range_,), 0), ReadOptions.parse(options), COLUMNS))
 
 
 @pytest.mark.parametrize("work", [write, read])

@@ -13,7 +13,7 @@ import click
 
 from upr_protocol.cli.security_options import SecurityCommand, security_of
 from upr_protocol.client import Address, AddressError
-from upr_protocol.ids import Durability
+from upr_protocol.ids import DURABILITIES, REPLICATED_DURABILITIES, Durability
 from upr_protocol.limits import PARTITIONS_MAX
 from upr_protocol.timestamps import parse_timestamp
 
@@ -162,12 +162,9 @@ retry_timeout_option: Final = click.option(
     help="How long to keep trying to reconnect after the connection is lost.",
 )
 
-_LEVELS: Final = {level.name.lower().replace("_", "-"): level for level in Durability}
-_REPLICATED: Final = (Durability.REPLICATED, Durability.REPLICATED_AND_PERSISTED)
-
 
 def _level(_ctx: click.Context, _param: click.Parameter, name: str) -> Durability:
-    return _LEVELS[name]
+    return DURABILITIES[name]
 
 
 def durability_options(command: Any) -> Any:
@@ -176,11 +173,10 @@ def durability_options(command: Any) -> Any:
 
     @wraps(command)
     def with_copies(*args: Any, durability: Durability, copies: int | None, **options: Any) -> Any:
-        if durability in _REPLICATED:
+        if durability.is_replicated:
             copies = copies or 1
         elif copies is not None:
-            levels = " or ".join(n for n, level in _LEVELS.items() if level in _REPLICATED)
-            raise click.UsageError(f"--copies goes with --durability {levels}")
+            raise click.UsageError(f"--copies goes with --durability {REPLICATED_DURABILITIES}")
         return command(*args, durability=durability, copies=copies or 0, **options)
 
     for option in (
@@ -193,7 +189,7 @@ def durability_options(command: Any) -> Any:
         ),
         click.option(
             "--durability",
-            type=click.Choice(list(_LEVELS)),
+            type=click.Choice(list(DURABILITIES)),
             default="memory",
             show_default=True,
             callback=_level,

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 
 class BatchDelay:
-    """Has batches wait until there is enough for them, or until a change has waited long enough:
+    """Makes batches wait until there is enough for them, or until a change has waited long enough:
     the options `minOffsetsPerTrigger` and `maxTriggerDelay`. The first batch of a run does not
     wait: nobody knows for how long its changes have done so.
 

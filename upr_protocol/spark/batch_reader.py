@@ -1,4 +1,4 @@
-"""Reading what is there: a consistent cut of a bucket."""
+"""Reading a consistent cut of a bucket."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from upr_protocol.ids import SEQ_MAX, PartitionId, SeqNo
 from upr_protocol.spark.driver_client import BucketDriverClient, DriverClient
 from upr_protocol.spark.errors import OptionError, PipelineError, as_pipeline_error, sentence_first
 from upr_protocol.spark.read_options import ReadOptions
+from upr_protocol.spark.read_tasks import PartitionRange, ReadTask, tasks_of
 from upr_protocol.spark.reading import read_task
 from upr_protocol.spark.schema import check_schema
-from upr_protocol.spark.slices import ReadTask, Slice, tasks_of
 from upr_protocol.spark.stream_plan import check_named
 
 
@@ -102,31 +102,31 @@ def plan(options: ReadOptions, driver: DriverClient, lease_id: int) -> list[Read
         options.start if options.start_time is None else driver.seqnos_at_time(options.start_time)
     )
     end = options.end if options.end_time is None else driver.seqnos_at_time(options.end_time)
-    numbers = driver.wait_until_persisted() if options.durable else driver.seqnos()
+    seqnos = driver.wait_until_persisted() if options.durable else driver.seqnos()
     infos = driver.partition_infos()
     for option, bound in (("startingOffsets", start), ("endingOffsets", end)):
         if not isinstance(bound, str):
-            check_named(option, bound, numbers)
-    ranges = []
-    for partition, row in numbers.items():
+            check_named(option, bound, seqnos)
+    bounds = []
+    for partition, numbers in seqnos.items():
         start_seq = 0 if isinstance(start, str) else start.get(partition, 0)
-        has = row.persisted_seq if options.durable else row.high_seq
-        end_seq = has if isinstance(end, str) else end.get(partition, has)
-        if end_seq > has or start_seq > end_seq:
+        newest_seq = numbers.persisted_seq if options.durable else numbers.high_seq
+        end_seq = newest_seq if isinstance(end, str) else end.get(partition, newest_seq)
+        if end_seq > newest_seq or start_seq > end_seq:
             raise OptionError(
                 f"partition {partition} cannot be read from {start_seq} to {end_seq}: it has "
-                f"numbers up to {has}"
+                f"numbers up to {newest_seq}"
             )
-        ranges.append((partition, SeqNo(start_seq), SeqNo(end_seq)))
+        bounds.append((partition, SeqNo(start_seq), SeqNo(end_seq)))
     if not options.durable:
-        slices = [_slice(infos, *bounds) for bounds in ranges]
+        ranges = [_range_of(infos, *range_bounds) for range_bounds in bounds]
         lease_id = 0
     else:
         # To the end that is on disk when the lease is granted: nothing is overtaken there.
         to_the_end = isinstance(end, str)
-        slices = _pinned(driver, infos, ranges, lease_id, to_the_end=to_the_end)
+        ranges = _pin_ranges(driver, infos, bounds, lease_id, to_the_end=to_the_end)
     return tasks_of(
-        [part for part in slices if part.start < part.end],
+        [range_ for range_ in ranges if range_.start < range_.end],
         lease_id,
         bytes_max=options.task_bytes,
         tasks_min=options.min_tasks,
@@ -135,30 +135,30 @@ def plan(options: ReadOptions, driver: DriverClient, lease_id: int) -> list[Read
     )
 
 
-def _pinned(
+def _pin_ranges(
     driver: DriverClient,
     infos: Mapping[PartitionId, PartitionInfo],
-    ranges: list[tuple[PartitionId, SeqNo, SeqNo]],
+    bounds: list[tuple[PartitionId, SeqNo, SeqNo]],
     lease_id: int,
     *,
     to_the_end: bool,
-) -> list[Slice]:
+) -> list[PartitionRange]:
     lease = driver.acquire_lease(
         lease_id,
-        [(partition, start, SEQ_MAX if to_the_end else end) for partition, start, end in ranges],
+        [(partition, start, SEQ_MAX if to_the_end else end) for partition, start, end in bounds],
     )
     return [
         attrs.evolve(
-            _slice(infos, pinned.partition, pinned.start, pinned.end), nbytes=pinned.nbytes
+            _range_of(infos, pinned.partition, pinned.start, pinned.end), nbytes=pinned.nbytes
         )
         for pinned in lease.ranges
     ]
 
 
-def _slice(
+def _range_of(
     infos: Mapping[PartitionId, PartitionInfo], partition: PartitionId, start: SeqNo, end: SeqNo
-) -> Slice:
-    return Slice(partition, infos[partition].log, start, end, start, end)
+) -> PartitionRange:
+    return PartitionRange(partition, infos[partition].log, start, end, start, end)
 
 
 def _not_readable(error: ServerError, options: ReadOptions) -> PipelineError:

@@ -68,7 +68,7 @@ class BucketsReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
             self._readers[bucket] = reader
         return reader
 
-    def _existing(self) -> tuple[str, ...]:
+    def _bucket_names(self) -> tuple[str, ...]:
         """The buckets that are read: those that are named, or that match and exist."""
         if self._options.buckets:
             return self._options.buckets
@@ -80,7 +80,7 @@ class BucketsReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
     @sentence_first()
     def initialOffset(self) -> Json:  # noqa: N802  Spark's name
         """Where a new query begins."""
-        names = self._existing()
+        names = self._bucket_names()
         self._options.check_bucket_names(names)
         return _document({name: self._reader(name).initialOffset() for name in names})
 
@@ -91,30 +91,34 @@ class BucketsReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
     @sentence_first()
     def prepareForTriggerAvailableNow(self) -> None:  # noqa: N802
         """The query is to end at what there is now."""
-        self._names = self._existing()
+        self._names = self._bucket_names()
         for name in self._names:
             self._reader(name).prepareForTriggerAvailableNow()
 
     @sentence_first()
     def latestOffset(self, start: Json, limit: ReadLimit) -> Json:  # noqa: N802
         """Where the batch ends that begins at `start`."""
-        names = self._existing()
+        names = self._bucket_names()
         if self._names is not None:
             names = tuple(name for name in self._names if name in names)
-        old_offsets = self._of_those_read(_offsets(start), names)
-        begins = {name: old_offsets.get(name) or _beginning(name) for name in names}
-        if batch_must_wait(self._delay, limit, lambda: self._pending(begins).values()):
-            for name, begin in begins.items():
-                self._reader(name).stay_at_offset(begin)
+        old_offsets = self._without_removed_buckets(_offsets(start), names)
+        start_offsets = {name: old_offsets.get(name) or _first_offset(name) for name in names}
+        if batch_must_wait(self._delay, limit, lambda: self._backlog_sizes(start_offsets).values()):
+            for name, start_offset in start_offsets.items():
+                self._reader(name).stay_at_offset(start_offset)
             return start
-        ends = self._ends(begins, limits_of(limit, self._options))
+        end_offsets = self._end_offsets(start_offsets, limits_of(limit, self._options))
         new_offsets = {
             **old_offsets,
-            **{name: end for name, end in ends.items() if end != begins[name]},
+            **{
+                name: end_offset
+                for name, end_offset in end_offsets.items()
+                if end_offset != start_offsets[name]
+            },
         }
         return start if new_offsets == _offsets(start) else _document(new_offsets)
 
-    def _of_those_read(
+    def _without_removed_buckets(
         self, offsets: Mapping[str, Json], names: tuple[str, ...]
     ) -> Mapping[str, Json]:
         """The offsets without those of buckets that were deleted, or are not asked for any more.
@@ -135,38 +139,45 @@ class BucketsReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
             self._readers.pop(name).stop()
         return {name: offset for name, offset in offsets.items() if name in names}
 
-    def _pending(self, begins: Mapping[str, Json]) -> Mapping[str, BacklogSize]:
+    def _backlog_sizes(self, start_offsets: Mapping[str, Json]) -> Mapping[str, BacklogSize]:
         """What there is for the next batches in each bucket."""
-        return {name: self._reader(name).backlog_after(begin) for name, begin in begins.items()}
+        return {
+            name: self._reader(name).backlog_after(start_offset)
+            for name, start_offset in start_offsets.items()
+        }
 
-    def _ends(self, begins: Mapping[str, Json], limits: StreamLimits) -> Mapping[str, Json]:
+    def _end_offsets(
+        self, start_offsets: Mapping[str, Json], limits: StreamLimits
+    ) -> Mapping[str, Json]:
         """Where the next batch ends in each bucket that is part of it. The limit is divided by
         backlog."""
         if limits == StreamLimits():
             return {
-                name: self._reader(name).next_offset(begin, limits)
-                for name, begin in begins.items()
+                name: self._reader(name).next_offset(start_offset, limits)
+                for name, start_offset in start_offsets.items()
             }
-        backlogs = {name: size.numbers for name, size in self._pending(begins).items()}
-        ends: dict[str, Json] = {}
+        backlogs = {name: size.numbers for name, size in self._backlog_sizes(start_offsets).items()}
+        end_offsets: dict[str, Json] = {}
         for name in (name for name, backlog in backlogs.items() if not backlog):
             # It is asked, too: it may have to go back. Then it has more than the backlog says, and
             # the batch is its own.
-            ends[name] = self._reader(name).next_offset(begins[name], limits)
-            if ends[name] != begins[name]:
+            end_offsets[name] = self._reader(name).next_offset(start_offsets[name], limits)
+            if end_offsets[name] != start_offsets[name]:
                 break
         else:
-            for name, part in _divided(limits, backlogs).items():
-                ends[name] = self._reader(name).next_offset(begins[name], part)
-        for name in begins.keys() - ends.keys():
-            self._reader(name).stay_at_offset(begins[name])
-        return ends
+            for name, bucket_limits in _limits_by_bucket(limits, backlogs).items():
+                end_offsets[name] = self._reader(name).next_offset(
+                    start_offsets[name], bucket_limits
+                )
+        for name in start_offsets.keys() - end_offsets.keys():
+            self._reader(name).stay_at_offset(start_offsets[name])
+        return end_offsets
 
     @sentence_first()
     def reportLatestOffset(self) -> Json | None:  # noqa: N802
         """How far the servers are, and the metrics of what they have more."""
         progress = {name: reader.progress() for name, reader in self._readers.items()}
-        backlog = StreamBacklog.merged(behind for _, behind in progress.values())
+        backlog = StreamBacklog.merged(bucket_backlog for _, bucket_backlog in progress.values())
         document = _document({name: latest for name, (latest, _) in progress.items()})
         return {**document, "metrics": backlog.metrics()}
 
@@ -175,12 +186,12 @@ class BucketsReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         """The tasks that read a batch, for the first time or again."""
         old_offsets, new_offsets = _offsets(start), _offsets(end)
         skips_deleted = self._options.bucket_pattern and not self._options.fails_on_data_loss
-        existing = self._existing() if skips_deleted else tuple(new_offsets)
+        bucket_names = self._bucket_names() if skips_deleted else tuple(new_offsets)
         tasks: list[InputPartition] = []
         for name, offset in new_offsets.items():
-            begin = old_offsets.get(name) or _beginning(name)
-            if offset != begin and name in existing:
-                tasks += self._reader(name).partitions(begin, offset)
+            start_offset = old_offsets.get(name) or _first_offset(name)
+            if offset != start_offset and name in bucket_names:
+                tasks += self._reader(name).partitions(start_offset, offset)
         return tasks
 
     def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
@@ -206,22 +217,22 @@ class BucketsReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
             self._driver.close()
 
 
-def _divided(limits: StreamLimits, backlogs: Mapping[str, int]) -> dict[str, StreamLimits]:
+def _limits_by_bucket(limits: StreamLimits, backlogs: Mapping[str, int]) -> dict[str, StreamLimits]:
     """The limit of each bucket. Those whose share is nothing have none."""
     total = sum(backlogs.values())
     if not total:
         return {}
-    limit_of = {}
+    bucket_limits = {}
     for name, share in equal_shares(limits.numbers or total, backlogs).items():
         if share:
             nbytes = limits.nbytes
             if nbytes is not None:
                 nbytes = max(1, nbytes * backlogs[name] // total)
-            limit_of[name] = StreamLimits(share, nbytes)
-    return limit_of
+            bucket_limits[name] = StreamLimits(share, nbytes)
+    return bucket_limits
 
 
-def _beginning(bucket: str) -> Json:
+def _first_offset(bucket: str) -> Json:
     """The beginning of a bucket that the stream has not met before."""
     return StreamOffset(bucket, {}, is_initial=True).to_json()
 

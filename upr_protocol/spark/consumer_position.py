@@ -16,10 +16,10 @@ from upr_protocol.spark.offset import StreamOffset
 _log = logging.getLogger(__name__)
 
 AGAIN_AFTER_S: Final = LEASE_TIME_TO_LIVE_S_MAX / 2
-"""When a position is put again that has not changed: before its lease lapses."""
+"""When an unchanged position is put again: before its lease lapses."""
 
 AGAIN_AFTER_REFUSAL_S: Final = 60.0
-"""The same of one that was refused: a stream looks for changes many times a second."""
+"""When a refused position is put again. A stream looks for changes many times a second."""
 
 
 class ConsumerPosition:

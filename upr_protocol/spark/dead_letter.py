@@ -77,7 +77,7 @@ class DeadLetters:
         )
 
     def finish_file(self) -> None:
-        """Has the file, if there is anything in it, whole and on disk under its own name."""
+        """Syncs the file to disk under its own name, if it has rows."""
         if self._rows:
             self._write()
         if self._file is None:

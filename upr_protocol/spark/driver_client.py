@@ -126,8 +126,8 @@ class BucketDriverClient:
     def partition_infos(self, *, anew: bool = False) -> Mapping[PartitionId, PartitionInfo]:
         infos = self._fetch_infos()
         if anew or any(
-            partition not in infos or infos[partition].log.current != row.history_id
-            for partition, row in self._numbers.items()
+            partition not in infos or infos[partition].log.current != numbers.history_id
+            for partition, numbers in self._numbers.items()
         ):
             # What a connection knows of the logs is from when it was made.
             self._connection.close()
@@ -148,9 +148,9 @@ class BucketDriverClient:
         """Waits until all is on disk that the bucket has now; False if a partition has begun
         another history meanwhile."""
         is_persisted = True
-        for row in self.seqnos().values():
-            if row.persisted_seq < row.high_seq:
-                is_persisted &= self._connection.ask(partial(_await_persisted, row))
+        for numbers in self.seqnos().values():
+            if numbers.persisted_seq < numbers.high_seq:
+                is_persisted &= self._connection.ask(partial(_await_persisted, numbers))
         return is_persisted
 
     def seqnos_at_time(self, time: datetime) -> Mapping[int, int]:
@@ -211,11 +211,11 @@ class BucketDriverClient:
         self._connection.close()
 
 
-def _await_persisted(row: PartitionNumbers, client: BlockingClient) -> bool:
+def _await_persisted(numbers: PartitionNumbers, client: BlockingClient) -> bool:
     """Waits until a number is on disk; False if the partition is in another history by then, in
     which the number is another's."""
     call = calls.await_durable(
-        row.partition, row.history_id, row.high_seq, Durability.PERSISTED, 0, _WAIT_S
+        numbers.partition, numbers.history_id, numbers.high_seq, Durability.PERSISTED, 0, _WAIT_S
     )
     try:
         client.ask(call)

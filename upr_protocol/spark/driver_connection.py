@@ -54,7 +54,7 @@ class DriverConnection:
             PipelineError: Another refusal; or the time is over.
         """
         retries = RetryState(self._timeout_s, random.random)
-        is_told = False
+        is_logged = False
         while True:
             is_fresh = self.client is None
             try:
@@ -62,21 +62,21 @@ class DriverConnection:
                     self.client = BlockingClient(self._address, identity=DRIVER)
                 return question(self.client)
             except TimeoutError as error:
-                trouble: UprError = BrokenError(str(error))
+                failure: UprError = BrokenError(str(error))
             except UprError as error:
-                trouble = error
-            if isinstance(trouble, ServerError):
-                if trouble.status in ANSWERS:
-                    raise trouble
-                trouble = _passing(trouble, is_fresh=is_fresh)
+                failure = error
+            if isinstance(failure, ServerError):
+                if failure.status in ANSWERS:
+                    raise failure
+                failure = _as_retryable(failure, is_fresh=is_fresh)
             self.close()
             try:
-                wait_s = retries.wait_after_failure_s(trouble, time.monotonic())
+                wait_s = retries.wait_after_failure_s(failure, time.monotonic())
             except UprError as error:
                 raise as_pipeline_error(error, self._address, self._timeout_s) from error
-            if wait_s >= SILENT_WAIT_S and not is_told:
-                _log.warning("%s; trying again for %d s (timeoutSeconds)", trouble, self._timeout_s)
-                is_told = True
+            if wait_s >= SILENT_WAIT_S and not is_logged:
+                _log.warning("%s; trying again for %d s (timeoutSeconds)", failure, self._timeout_s)
+                is_logged = True
             time.sleep(wait_s)  # noqa: TID251  there is no event to wait for
 
     def close(self) -> None:
@@ -86,8 +86,8 @@ class DriverConnection:
             self.client = None
 
 
-def _passing(error: ServerError, *, is_fresh: bool) -> UprError:
-    """The same error; or one after which trying again may help, where that is so here."""
+def _as_retryable(error: ServerError, *, is_fresh: bool) -> UprError:
+    """The same error; or, where another attempt may succeed, one that is retried."""
     # The disk is slow, or full for a while.
     is_slow = error.status is Status.TIMED_OUT
     # It was deleted under this connection, and may have been created again.

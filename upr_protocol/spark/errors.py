@@ -48,12 +48,12 @@ class OptionError(PipelineError):
 def as_pipeline_error(
     error: UprError, address: Address, timeout_s: int | None = None
 ) -> PipelineError:
-    """What a user of Spark is told of an error that trying again does not mend.
+    """The `PipelineError` for an error that another attempt does not mend.
 
     Args:
         error: The error.
-        address: Who was asked.
-        timeout_s: How long a server that is away was waited for; None if that is not to be told.
+        address: The server that was asked.
+        timeout_s: How long a server that is away was waited for; None to leave that out.
     """
     if isinstance(error, PipelineError):
         return error
@@ -74,7 +74,7 @@ def as_pipeline_error(
 
 @contextmanager
 def sentence_first() -> Iterator[None]:
-    """Has a `PipelineError` reach Spark's user as its sentence, without Python's traceback.
+    """Shows Spark's user the sentence of a `PipelineError`, without Python's traceback.
 
     Spark's workers send the traceback before the error's text, 20 lines of it, unless a variable of
     their environment says otherwise (`spark.sql.execution.pyspark.udf.hideTraceback.enabled` sets

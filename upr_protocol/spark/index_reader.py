@@ -81,8 +81,8 @@ class IndexReader(DataSourceReader):
             rows = _Rows(self._options, self._schema)
             try:
                 entries = _entries(query, self._options)
-                while some_entries := list(islice(entries, ENTRIES_AT_ONCE)):
-                    yield rows.of(some_entries)
+                while next_entries := list(islice(entries, ENTRIES_AT_ONCE)):
+                    yield rows.of(next_entries)
             except IndexerError as error:
                 raise PipelineError("UPR_INDEX", f"{query.indexer}: {error}") from error
             except (BrokenError, TlsError) as error:
@@ -98,7 +98,7 @@ def _entries(query: IndexQuery, options: ReadOptions) -> Iterator[IndexEntry]:
     has_begun = False
     while True:
         try:
-            for entry in _scanned(query, options):
+            for entry in _scan(query, options):
                 has_begun = True
                 yield entry
         except BrokenError as error:
@@ -109,7 +109,7 @@ def _entries(query: IndexQuery, options: ReadOptions) -> Iterator[IndexEntry]:
             return
 
 
-def _scanned(query: IndexQuery, options: ReadOptions) -> Iterator[IndexEntry]:
+def _scan(query: IndexQuery, options: ReadOptions) -> Iterator[IndexEntry]:
     with IndexClient(query.indexer, query.security) as indexes:
         yield from indexes.scan_all(
             query.name,

@@ -1,4 +1,4 @@
-"""Streaming what changes: the face that Spark knows."""
+"""Streaming the changes of one bucket: what Spark calls."""
 
 from __future__ import annotations
 
@@ -30,18 +30,18 @@ from upr_protocol.spark.driver_client import (
 from upr_protocol.spark.errors import PipelineError, as_pipeline_error, sentence_first
 from upr_protocol.spark.offset import StreamOffset
 from upr_protocol.spark.read_options import ReadOptions
+from upr_protocol.spark.read_tasks import PartitionRange, tasks_of
 from upr_protocol.spark.reading import read_task
 from upr_protocol.spark.schema import check_schema
-from upr_protocol.spark.slices import Slice, tasks_of
 from upr_protocol.spark.stream_backlog import StreamBacklog
 from upr_protocol.spark.stream_plan import (
     BacklogSize,
     StreamLimits,
     StreamPlan,
     holds_ranges,
+    ranges_between,
     rollback_error,
     sizes_of,
-    slices_of,
 )
 
 
@@ -76,9 +76,9 @@ def batch_must_wait(
     """
     if delay is None or isinstance(limit, ReadAllAvailable):
         return False
-    there_is = list(backlogs())
-    may_wait = all(part.may_wait for part in there_is)
-    return may_wait and delay.must_wait(sum(part.numbers for part in there_is))
+    sizes = list(backlogs())
+    may_wait = all(size.may_wait for size in sizes)
+    return may_wait and delay.must_wait(sum(size.numbers for size in sizes))
 
 
 class MicroBatchReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
@@ -166,14 +166,14 @@ class MicroBatchReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
             end = self._planner.next_offset(old_offset, limits)
         except ServerError as error:
             raise as_pipeline_error(error, self._options.address) from error
-        self._note(old_offset, end)
+        self._note_batch(old_offset, end)
         return start if end is old_offset else end.to_json()
 
     def stay_at_offset(self, start: dict[str, Any]) -> None:
         """The next batch waits, or is another bucket's: this one stays at `start`."""
-        self._note(self._offset(start), self._offset(start))
+        self._note_batch(self._offset(start), self._offset(start))
 
-    def _note(self, before: StreamOffset, end: StreamOffset) -> None:
+    def _note_batch(self, before: StreamOffset, end: StreamOffset) -> None:
         """Every batch up to `before` is done, also if no further one follows, and the next one ends
         at `end`."""
         self._planned_offset = end
@@ -204,61 +204,67 @@ class MicroBatchReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         """The tasks that read a batch, for the first time or again."""
         old_offset, new_offset = self._offset(start), self._offset(end)
         lease_id = new_offset.lease_id
-        slices = self._without_rolled_back(slices_of(old_offset, new_offset), new_offset)
-        if lease_id and slices:
-            lease = self._pinned(lease_id, slices)
+        ranges = self._without_rolled_back(ranges_between(old_offset, new_offset), new_offset)
+        if lease_id and ranges:
+            lease = self._pin_ranges(lease_id, ranges)
             lease_id, sizes = lease.lease_id, sizes_of(lease)
-            slices = [
+            ranges = [
                 attrs.evolve(
-                    part, nbytes=int(sizes.get(part.partition, 0) * (part.end - part.start))
+                    range_, nbytes=int(sizes.get(range_.partition, 0) * (range_.end - range_.start))
                 )
-                for part in slices
+                for range_ in ranges
             ]
         return tasks_of(
-            slices,
+            ranges,
             lease_id,
             bytes_max=self._options.task_bytes,
             tasks_min=self._options.min_tasks,
             bucket=self._options.address.bucket,
         )
 
-    def _without_rolled_back(self, slices: list[Slice], end: StreamOffset) -> list[Slice]:
+    def _without_rolled_back(
+        self, ranges: list[PartitionRange], end: StreamOffset
+    ) -> list[PartitionRange]:
         """What can be read: of a partition whose history has parted from the batch's, nothing."""
-        rows = self._server.seqnos()
+        seqnos = self._server.seqnos()
         infos = None
         readable = []
-        for part in slices:
-            offset = end.partition_offset(part.partition)
-            row = rows.get(part.partition)
-            if row is None and self._server.has_partition(part.partition):
+        for range_ in ranges:
+            offset = end.partition_offset(range_.partition)
+            numbers = seqnos.get(range_.partition)
+            if numbers is None and self._server.has_partition(range_.partition):
                 # It is not asked for any more, but this batch has it.
-                readable.append(part)
+                readable.append(range_)
                 continue
-            if row is None or row.history_id != offset.log.current:
+            if numbers is None or numbers.history_id != offset.log.current:
                 infos = self._server.partition_infos() if infos is None else infos
-                error = rollback_error(part.partition, offset, infos.get(part.partition))
+                error = rollback_error(range_.partition, offset, infos.get(range_.partition))
                 if error is not None:
                     if not self._options.marks_rollback:
                         raise error
                     # The next batch begins with a marker that undoes this one.
                     continue
-            readable.append(part)
+            readable.append(range_)
         return readable
 
-    def _pinned(self, lease_id: int, slices: list[Slice]) -> HeldLease:
+    def _pin_ranges(self, lease_id: int, ranges: list[PartitionRange]) -> HeldLease:
         """The lease of a batch; or a new one on what is left of it, if that is good enough."""
         try:
             lease = self._server.renew_lease(lease_id)
         except ServerError as error:
-            return self._repinned(slices, error)
-        parts = [part for part in slices if part.start < part.end]
-        if holds_ranges(lease, ((part.partition, part.start, part.end) for part in parts)):
+            return self._pin_again(ranges, error)
+        bounds = [
+            (range_.partition, range_.start, range_.end)
+            for range_ in ranges
+            if range_.start < range_.end
+        ]
+        if holds_ranges(lease, bounds):
             return lease
         # Of several nodes, one has lost its part, or is not active any more.
-        gone = f"lease {lease_id:016x} lacks a part of the batch"
-        return self._repinned(slices, ServerError(Status.RANGE_GONE, gone))
+        sentence = f"lease {lease_id:016x} lacks a part of the batch"
+        return self._pin_again(ranges, ServerError(Status.RANGE_GONE, sentence))
 
-    def _repinned(self, slices: list[Slice], error: ServerError) -> HeldLease:
+    def _pin_again(self, ranges: list[PartitionRange], error: ServerError) -> HeldLease:
         if error.status is not Status.RANGE_GONE:
             raise as_pipeline_error(error, self._options.address) from error
         if self._options.fails_on_data_loss:
@@ -272,15 +278,15 @@ class MicroBatchReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
                 "ones, or begin with a new checkpoint",
             ) from error
         lease_id = new_lease_id()
-        ranges = [(part.partition, part.start, part.end) for part in slices]
+        bounds = [(range_.partition, range_.start, range_.end) for range_ in ranges]
         try:
-            lease = self._server.acquire_lease(lease_id, ranges)
+            lease = self._server.acquire_lease(lease_id, bounds)
         except ServerError as refusal:
             if refusal.status is not Status.ROLLBACK_NEEDED:
                 raise as_pipeline_error(refusal, self._options.address) from refusal
             # Deletions are among what is lost; from the beginning anything can be held.
             lease = self._server.acquire_lease(
-                lease_id, [(part, 0, end) for part, _, end in ranges]
+                lease_id, [(partition, 0, end) for partition, _, end in bounds]
             )
         self._planner.release_lease_on_commit(lease_id)
         return lease

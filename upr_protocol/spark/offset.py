@@ -23,7 +23,7 @@ _FIRST_VERSION: Final = 1
 """Spelled each partition out as an object, in four times as many bytes. Checkpoints have it."""
 
 _TEXT: Final = re.compile(
-    r"(?P<seq>\d+)(\[(?P<start>\d+)-(?P<end>\d+)\])?(<(?P<came_from>\d+))?"
+    r"(?P<seq>\d+)(\[(?P<start>\d+)-(?P<end>\d+)\])?(<(?P<rolled_back_from>\d+))?"
     r"(>(?P<batch_ends>[\d,]+))?( (?P<log>\S+))?"
 )
 
@@ -38,8 +38,8 @@ class PartitionOffset:
         snapshot_start: Where the snapshot begins that the number is part of.
         snapshot_end: Where that ends: below it, some keys may be missing that were changed again
             before it.
-        came_from: The number from which the batch that ends here went back to `snapshot_start`
-            before it went on; None when it did not.
+        rolled_back_from: The number from which the batch that ends here went back to
+            `snapshot_start` before it went on; None when it did not.
         batch_ends: Ends of earlier batches at which the partition was consistent, newest first. The
             stream may go back to them.
     """
@@ -48,27 +48,27 @@ class PartitionOffset:
     seq: SeqNo = SeqNo(0)
     snapshot_start: SeqNo = SeqNo(0)
     snapshot_end: SeqNo = SeqNo(0)
-    came_from: SeqNo | None = None
+    rolled_back_from: SeqNo | None = None
     batch_ends: tuple[SeqNo, ...] = ()
 
     @property
     def position(self) -> Position:
-        """The same, as the start of a stream. What is read under a lease stays as it is; but what
-        was changed again before the snapshot's end was left out, so that whoever was to go on from
-        here must have all up to that end."""
+        """The offset as the start of a stream. Inside a snapshot, keys that changed again before
+        the snapshot's end were left out. So a stream that goes on from here needs everything up to
+        that end."""
         is_inside = self.snapshot_start < self.seq < self.snapshot_end
         complete_through = self.snapshot_end if is_inside else self.seq
         return Position(self.log, complete_through, complete_through, None)
 
     def to_text(self) -> str:
-        """As text: `SEQ[START-END]<CAME_FROM>END,END HISTORY@SEQ,HISTORY@SEQ`. The snapshot is left
-        out where it begins and ends at the number, `<` where the batch did not go back, `>` where
-        there are no ends of earlier batches."""
+        """As text: `SEQ[START-END]<ROLLED_BACK_FROM>END,END HISTORY@SEQ,HISTORY@SEQ`. The snapshot
+        is left out where it begins and ends at the number, `<` where the batch did not go back, `>`
+        where there are no ends of earlier batches."""
         text = str(self.seq)
         if not self.snapshot_start == self.snapshot_end == self.seq:
             text += f"[{self.snapshot_start}-{self.snapshot_end}]"
-        if self.came_from is not None:
-            text += f"<{self.came_from}"
+        if self.rolled_back_from is not None:
+            text += f"<{self.rolled_back_from}"
         if self.batch_ends:
             text += f">{','.join(map(str, self.batch_ends))}"
         log = ",".join(f"{history_id:016x}@{seq}" for history_id, seq in self.log.pairs())
@@ -85,7 +85,9 @@ class PartitionOffset:
         if match is None:
             raise ValueError(f"{text!r} is not an offset of a partition")
         seq = _number(int(match["seq"]))
-        start, end, came_from, log = (match[name] for name in ("start", "end", "came_from", "log"))
+        start, end, rolled_back_from, log = (
+            match[name] for name in ("start", "end", "rolled_back_from", "log")
+        )
         batch_ends = match["batch_ends"]
         entries = [entry.split("@") for entry in log.split(",")] if log else []
         return cls(
@@ -95,7 +97,7 @@ class PartitionOffset:
             seq,
             seq if start is None else _number(int(start)),
             seq if end is None else _number(int(end)),
-            None if came_from is None else _number(int(came_from)),
+            None if rolled_back_from is None else _number(int(rolled_back_from)),
             tuple(_number(int(end)) for end in batch_ends.split(",")) if batch_ends else (),
         )
 
@@ -103,13 +105,13 @@ class PartitionOffset:
     def of_first_version(cls, document: Mapping[str, Any]) -> Self:
         """Reads what the first version wrote."""
         start, end = document["snapshot"]
-        came_from = document.get("came_from")
+        rolled_back_from = document.get("came_from")
         return cls(
             FailoverLog.of_pairs((int(text, 16), _number(seq)) for text, seq in document["log"]),
             _number(document["seq"]),
             _number(start),
             _number(end),
-            None if came_from is None else _number(came_from),
+            None if rolled_back_from is None else _number(rolled_back_from),
         )
 
 

@@ -1,13 +1,14 @@
 """Options as Spark hands them over: texts by name, the names in lower case.
 
-Spark passes on options with misspelt names, and nobody notices. Here each part of the data source
-takes the options that it knows out of a bag, and refuses what is left.
+Spark passes on options with misspelt names, and nobody notices. So `SourceOptions` remembers which
+options were looked up, and refuses the others.
 """
 
 from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from typing import Final, TypeVar
 
 from upr_protocol.client import Address, AddressError, Credentials, Security, TlsSettings
@@ -36,7 +37,7 @@ CONNECTION_OPTIONS: Final = frozenset(
 
 
 def connection_options(options: Mapping[str, str]) -> dict[str, str]:
-    """Those of the options of a read or write that another one of the same server needs, too."""
+    """The options that say how to connect, out of the options of a read or write."""
     return {name: text for name, text in options.items() if name.lower() in CONNECTION_OPTIONS}
 
 
@@ -80,15 +81,13 @@ class SourceOptions:
         text = self.text(name, None)
         if text is None:
             return default
-        try:
+        with suppress(ValueError):
             value = int(text)
-        except ValueError:
-            value = low - 1
-        if not low <= value <= high:
-            raise OptionError(
-                f"the option {name} is {text!r}, and no whole number from {low} to {high}"
-            )
-        return value
+            if low <= value <= high:
+                return value
+        raise OptionError(
+            f"the option {name} is {text!r}, and no whole number from {low} to {high}"
+        )
 
     def timeout_s(self) -> int:
         """How long to go on without a server, in seconds: the option `timeoutSeconds`."""
@@ -128,7 +127,7 @@ class SourceOptions:
         return Credentials(user, password_file=password_file) if user else None
 
     def refuse_unknown(self) -> None:
-        """Refuses what nobody has asked for.
+        """Refuses the options that were not looked up.
 
         Raises:
             OptionError: There is an option that is unknown here.

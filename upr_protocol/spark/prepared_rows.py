@@ -217,14 +217,16 @@ def in_stable_order(table: pa.Table) -> pa.Table:
         is_increment &= table.column("cas").to_numpy() == 0
     has_order[codes[~is_increment]] = True
     is_ordered = pa.array(has_order[codes])
-    by = {"key": keys}
+    sort_columns = {"key": keys}
     for name in table.column_names:
         if name not in ("op", "key"):
             column = table.column(name)
             empty_value = pa.scalar(
                 b"" if pa.types.is_large_binary(column.type) else 0, column.type
             )
-            by[name] = pc.if_else(is_ordered, empty_value, column)
+            sort_columns[name] = pc.if_else(is_ordered, empty_value, column)
     # Stable: rows with the same keys of the sort stay in their order.
-    order = pc.sort_indices(pa.table(by), sort_keys=[(name, "ascending") for name in by])
+    order = pc.sort_indices(
+        pa.table(sort_columns), sort_keys=[(name, "ascending") for name in sort_columns]
+    )
     return table.take(order)

@@ -18,6 +18,7 @@ from upr_protocol.client.core.unanswered_batches import Batch
 from upr_protocol.client.core.writer_identity import WRITER_ID_BYTES
 from upr_protocol.errors import ADVICE, ServerError, Status, UprError
 from upr_protocol.ids import Operation, PartitionId
+from upr_protocol.spark.batches import cannot_fail
 from upr_protocol.spark.dead_letter import DeadLetters
 from upr_protocol.spark.errors import PipelineError, as_pipeline_error
 from upr_protocol.spark.options import idle_interval_s
@@ -39,8 +40,6 @@ _ADVICE: Final = {
 }
 """Advice in the words of Spark's options, where the server's names other operations."""
 
-_CANNOT_FAIL: Final = bytes((Operation.SET, Operation.DELETE))
-
 
 @dataclass(frozen=True)
 class WriteCounts(WriterCommitMessage):
@@ -58,7 +57,7 @@ class WriteCounts(WriterCommitMessage):
 
     @classmethod
     def sum(cls, messages: Iterable[WriterCommitMessage | None]) -> WriteCounts:
-        """All of them together."""
+        """Adds up what several tasks wrote."""
         counts = [message for message in messages if isinstance(message, WriteCounts)]
         return cls(
             sum(message.rows for message in counts),
@@ -99,8 +98,9 @@ class Publication:
         if options.dead_letter_path is not None:
             self._letters = DeadLetters(options.dead_letter_path, name.hex(), attempt)
         self._rows = self._failed = self._nbytes = 0
-        # Partitions whose newest answer is that the batch is too old to tell.
-        self._not_vouched: set[PartitionId] = set()
+        # Partitions whose newest answer is `TOKEN_TOO_OLD`: whether the contents were the same is
+        # not known yet.
+        self._unconfirmed_partitions: set[PartitionId] = set()
 
     def __enter__(self) -> Self:
         return self
@@ -133,16 +133,16 @@ class Publication:
 
         Args:
             batches: Taken as there is room.
-            writer: The same in each run, with the same batches.
+            writer: Who publishes: the same in each run, with the same batches.
 
         Raises:
             PipelineError: A batch or a row was refused.
         """
         self._client.publish_each(
-            batches, self._answered, writer=writer, buffer_bytes=WRITE_BUFFER_BYTES
+            batches, self._note_answer, writer=writer, buffer_bytes=WRITE_BUFFER_BYTES
         )
-        if self._not_vouched:
-            raise _differs("the task has fewer rows than when it was run before")
+        if self._unconfirmed_partitions:
+            raise _replay_differs_error("the task has fewer rows than when it was run before")
 
     def finish_dead_letters(self) -> WriteCounts:
         """Puts the dead letters in place.
@@ -154,71 +154,68 @@ class Publication:
             self._letters.finish_file()
         return WriteCounts(self._rows, self._failed, self._nbytes)
 
-    def _answered(self, batch: Batch) -> None:
+    def _note_answer(self, batch: Batch) -> None:
         chunk = batch.chunk
         self._nbytes += chunk.nbytes
-        if batch.refusal is Status.TOKEN_TOO_OLD and _cannot_fail(chunk):
-            self._not_vouched.add(batch.partition)
+        if batch.refusal is Status.TOKEN_TOO_OLD and cannot_fail(chunk):
+            self._unconfirmed_partitions.add(batch.partition)
             self._rows += chunk.count
             return
         if batch.refusal is not None:
-            raise _refused(batch, batch.refusal)
-        self._not_vouched.discard(batch.partition)
+            raise _refusal_error(batch, batch.refusal)
+        self._unconfirmed_partitions.discard(batch.partition)
         assert batch.result is not None
-        bad = [
+        rejected_rows = [
             _rejected_row(chunk, index, status_of(status), self._options)
             for index, status in batch.result.failures
             # What was to be deleted and is not there is as it should be.
             if status != Status.NOT_FOUND or chunk.operations[index] != Operation.DELETE
         ]
-        self._rows += chunk.count - len(bad)
-        self.refuse_rows(bad)
+        self._rows += chunk.count - len(rejected_rows)
+        self.refuse_rows(rejected_rows)
 
-    def refuse_rows(self, bad: list[RejectedRow]) -> None:
+    def refuse_rows(self, rejected_rows: list[RejectedRow]) -> None:
         """Puts refused rows among the dead letters.
 
         Raises:
             PipelineError: There are such rows, and the write has no folder for them.
         """
-        if not bad:
+        if not rejected_rows:
             return
-        self._failed += len(bad)
+        self._failed += len(rejected_rows)
         if self._letters is not None:
-            self._letters.add(bad)
+            self._letters.add(rejected_rows)
             return
-        raise refused_rows_error(bad, self._rows)
+        raise refused_rows_error(rejected_rows, self._rows)
 
 
-def refused_rows_error(bad: list[RejectedRow], row_count: int) -> PipelineError:
+def refused_rows_error(rejected_rows: list[RejectedRow], row_count: int) -> PipelineError:
     """The error of a write that fails on refused rows.
 
     Args:
-        bad: The refused rows; some.
+        rejected_rows: The refused rows; at least one.
         row_count: Rows that were written before.
     """
-    examples = "; ".join(_described(row) for row in bad[:EXAMPLES_MAX])
-    ellipsis = f"; and {len(bad) - EXAMPLES_MAX} more" if len(bad) > EXAMPLES_MAX else ""
+    examples = "; ".join(_row_text(row) for row in rejected_rows[:EXAMPLES_MAX])
+    ellipsis = (
+        f"; and {len(rejected_rows) - EXAMPLES_MAX} more"
+        if len(rejected_rows) > EXAMPLES_MAX
+        else ""
+    )
     return PipelineError(
         "UPR_ROWS_REFUSED",
-        f"{len(bad)} rows of a batch were refused, after {row_count} that were written: "
+        f"{len(rejected_rows)} rows of a batch were refused, after {row_count} that were written: "
         f"{examples}{ellipsis}. Correct them, or have them put aside: "
         '.option("onError", "deadLetter").option("deadLetterPath", "/a/folder")',
     )
 
 
-def _cannot_fail(chunk: Chunk) -> bool:
-    """Whether every row of a batch has its effect, if the batch has."""
-    return not chunk.operations.tobytes().translate(None, _CANNOT_FAIL) and not any(
-        chunk.cas.tobytes()
-    )
-
-
-def _refused(batch: Batch, status: Status) -> PipelineError:
+def _refusal_error(batch: Batch, status: Status) -> PipelineError:
     where = f"batch {batch.counter} of the task in partition {batch.partition}"
     if status is Status.SUPERSEDED:
         return PipelineError("UPR_SUPERSEDED", f"{where} was refused: {ADVICE[status]}")
     if status is Status.REPLAY_DIFFERS:
-        return _differs(f"{where} differs from what the task sent when it ran before")
+        return _replay_differs_error(f"{where} differs from what the task sent when it ran before")
     if status is Status.TOKEN_TOO_OLD:
         return PipelineError(
             "UPR_REPLAY_TOO_OLD",
@@ -229,7 +226,7 @@ def _refused(batch: Batch, status: Status) -> PipelineError:
     return PipelineError("UPR_REFUSED", f"{where} was refused: {ServerError(status)}")
 
 
-def _differs(difference: str) -> PipelineError:
+def _replay_differs_error(difference: str) -> PipelineError:
     return PipelineError(
         "UPR_REPLAY_DIFFERS",
         f"{difference}. Make the rows and their order the same each time: write from a table or a "
@@ -248,7 +245,7 @@ def _rejected_row(chunk: Chunk, index: int, status: Status, options: WriteOption
     )
 
 
-def _described(row: RejectedRow) -> str:
+def _row_text(row: RejectedRow) -> str:
     key = "null" if row.key is None else repr(row.key[:EXAMPLE_BYTES_MAX])
     ellipsis = "…" if row.key is not None and len(row.key) > EXAMPLE_BYTES_MAX else ""
     return f"{row.operation} of {key}{ellipsis}: {row.status.name} ({row.reason})"

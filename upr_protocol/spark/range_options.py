@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 from datetime import UTC, datetime, timedelta
 
 import msgspec
@@ -18,13 +19,12 @@ def partitions_of(text: str) -> tuple[int, ...]:
     partitions: set[int] = set()
     for part in filter(None, text.replace(" ", "").split(",")):
         low, _, high = part.partition("-")
-        try:
+        with suppress(ValueError):
             lowest, highest = int(low), int(high or low)
-        except ValueError:
-            lowest, highest = 1, 0
-        if not 0 <= lowest <= highest < PARTITIONS_END:
-            raise OptionError(f"the option partitions is {text!r}; write it like 0-3,7")
-        partitions.update(range(lowest, highest + 1))
+            if 0 <= lowest <= highest < PARTITIONS_END:
+                partitions.update(range(lowest, highest + 1))
+                continue
+        raise OptionError(f"the option partitions is {text!r}; write it like 0-3,7")
     return tuple(sorted(partitions))
 
 

@@ -1,4 +1,4 @@
-"""What a read or a stream is asked for."""
+"""The options of a read or a stream."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class ReadOptions:
         address: Server and bucket; without the bucket, where several are read.
         buckets: The names of several buckets that are read.
         bucket_pattern: Or a pattern: those are read whose whole name it matches.
-        partitions: Those to read; empty for all.
+        partitions: The partitions to read; empty for all.
         key: The only key whose rows are read; None for every key.
         key_prefix: How the keys begin whose rows are read.
         start: Where to start: `earliest`, `latest`, or a number for each partition named.
@@ -251,7 +251,7 @@ class ReadOptions:
         _check_named(self.bucket_starts, self.bucket_ends, names)
 
     def of_bucket(self, bucket: str) -> Self:
-        """The same for one of the buckets alone."""
+        """The options for reading one of the buckets alone."""
         return attrs.evolve(
             self,
             address=attrs.evolve(self.address, bucket=bucket),

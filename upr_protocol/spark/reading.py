@@ -1,4 +1,4 @@
-"""What a task does: reads its slices, over one connection, and makes rows of them."""
+"""What a task does: reads its ranges over one connection, and makes rows of them."""
 
 from __future__ import annotations
 
@@ -25,6 +25,7 @@ from upr_protocol.ids import PartitionId
 from upr_protocol.spark.errors import PipelineError, as_pipeline_error, sentence_first
 from upr_protocol.spark.options import idle_interval_s
 from upr_protocol.spark.read_options import ReadOptions
+from upr_protocol.spark.read_tasks import PartitionRange, ReadTask
 from upr_protocol.spark.record_batches import (
     BATCH_ROWS,
     RECORD_BATCH_BYTES,
@@ -32,17 +33,16 @@ from upr_protocol.spark.record_batches import (
     SnapshotColumns,
     resized,
 )
-from upr_protocol.spark.slices import ReadTask, Slice
 
 EXECUTOR: Final = "spark:executor"
 
 
 def read_task(task: ReadTask, options: ReadOptions, schema: StructType) -> Iterator[pa.RecordBatch]:
-    """The rows of a task's slices; those of each partition in the order of their numbers.
+    """The rows of a task's ranges; those of each partition in the order of their numbers.
 
     Args:
         task: The task.
-        options: Those of the read; where several buckets are read, of all of them.
+        options: The options of the read; if several buckets are read, of all of them.
         schema: Which columns.
 
     Raises:
@@ -51,26 +51,29 @@ def read_task(task: ReadTask, options: ReadOptions, schema: StructType) -> Itera
     options = options.of_bucket(task.bucket) if task.bucket else options
     columns = RecordBatchBuilder(schema, options.key, options.address.bucket)
     with sentence_first():
-        for part in task.slices:
-            if part.marker is not None:
-                yield columns.of_marker(part.partition, part.marker)
-        slices = {part.partition: part for part in task.slices if part.start < part.end}
-        if not slices:
+        for range_ in task.ranges:
+            if range_.marker is not None:
+                yield columns.of_marker(range_.partition, range_.marker)
+        ranges = {range_.partition: range_ for range_ in task.ranges if range_.start < range_.end}
+        if not ranges:
             return
         if options.deduplicate:
-            yield from resized(_newest_rows(slices, task.lease_id, options, schema))
+            yield from resized(_newest_rows(ranges, task.lease_id, options, schema))
         else:
-            yield from resized(_batches(slices, task.lease_id, options, columns))
+            yield from resized(_batches(ranges, task.lease_id, options, columns))
 
 
 def _newest_rows(
-    slices: dict[PartitionId, Slice], lease_id: int, options: ReadOptions, schema: StructType
+    ranges: dict[PartitionId, PartitionRange],
+    lease_id: int,
+    options: ReadOptions,
+    schema: StructType,
 ) -> Iterator[pa.RecordBatch]:
     """The newest row of each key. All rows of a partition are in this task, in their order."""
     has_key = "key" in schema.fieldNames()
     with_key = schema if has_key else StructType([*schema.fields, StructField("key", BinaryType())])
     columns = RecordBatchBuilder(with_key, options.key, options.address.bucket)
-    batches = list(_batches(slices, lease_id, options, columns))
+    batches = list(_batches(ranges, lease_id, options, columns))
     if not batches:
         return
     keys = pa.chunked_array(
@@ -91,7 +94,7 @@ def _newest_rows(
 
 
 def _batches(
-    slices: dict[PartitionId, Slice],
+    ranges: dict[PartitionId, PartitionRange],
     lease_id: int,
     options: ReadOptions,
     columns: RecordBatchBuilder,
@@ -101,15 +104,15 @@ def _batches(
     try:
         with BlockingConsumer(
             options.address,
-            partitions=sorted(slices),
+            partitions=sorted(ranges),
             resume=ResumeState(
                 options.address.bucket,
                 {
-                    partition: Position(part.log, part.start, part.start, None)
-                    for partition, part in slices.items()
+                    partition: Position(range_.log, range_.start, range_.start, None)
+                    for partition, range_ in ranges.items()
                 },
             ),
-            end={partition: part.end for partition, part in slices.items()},
+            end={partition: range_.end for partition, range_ in ranges.items()},
             lease_id=lease_id,
             # Others begin with the key, too: `columns` leaves those out.
             key_prefix=options.key or options.key_prefix,
@@ -121,25 +124,25 @@ def _batches(
             consumer.connect()
             for event in consumer:
                 if isinstance(event, SnapshotStart):
-                    part = slices[event.partition]
+                    range_ = ranges[event.partition]
                     snapshots[event.partition] = columns.of_snapshot(
                         event.partition,
                         f"{event.history_id:016x}",
-                        part.snapshot_start,
-                        part.snapshot_end,
+                        range_.snapshot_start,
+                        range_.snapshot_end,
                     )
                 elif isinstance(event, SnapshotEnd):
                     del snapshots[event.partition]
                 elif isinstance(event, ChunkReceived):
-                    part = slices[event.partition]
-                    # One that is pinned ends where the slice ends; else its snapshot may go on.
-                    chunk = event.chunk.slice(part.start, part.end)
+                    range_ = ranges[event.partition]
+                    # A pinned chunk ends where the range ends; else its snapshot may go on.
+                    chunk = event.chunk.slice(range_.start, range_.end)
                     if chunk.count:
                         yield from buffer.add(chunk, snapshots[event.partition])
                 elif isinstance(event, RolledBack):
-                    raise rolled_back_error(slices[event.partition], event)
+                    raise rolled_back_error(ranges[event.partition], event)
                 elif isinstance(event, StreamEnded) and event.reason is not Status.END_REACHED:
-                    # No error for a consumer. But rows of the slice are missing.
+                    # No error for a consumer. But rows of the range are missing.
                     raise PipelineError(
                         "UPR_NO_BUCKET",
                         f"{options.address}: the bucket was deleted while it was read",
@@ -185,11 +188,11 @@ class _ChunkBuffer:
                 yield batch
 
 
-def rolled_back_error(part: Slice, event: RolledBack) -> PipelineError:
-    """What a user is told when the server's history parted from a slice's before it was read."""
+def rolled_back_error(range_: PartitionRange, event: RolledBack) -> PipelineError:
+    """The error when the server left the history of a range before the range was read."""
     return PipelineError(
         "UPR_ROLLBACK",
-        f"partition {event.partition} has to go back from {part.end} to {event.ceiling} "
+        f"partition {event.partition} has to go back from {range_.end} to {event.ceiling} "
         f"({event.reason}): there was a failover, or data was lost. What was planned cannot be "
         "read any more. Read again from the beginning, or stream with onRollback=marker",
     )

@@ -14,6 +14,7 @@ from upr_protocol.chunk import Chunk
 from upr_protocol.ids import Operation, PartitionId, SeqNo
 from upr_protocol.spark.errors import PipelineError
 from upr_protocol.spark.json_values import ValueParser, parser_of, unparsed_values
+from upr_protocol.spark.read_tasks import RollbackMarker
 from upr_protocol.spark.scalars import (
     bool_scalar,
     int8_scalar,
@@ -23,7 +24,6 @@ from upr_protocol.spark.scalars import (
     text_scalar,
 )
 from upr_protocol.spark.schema import UNPARSED, check_schema
-from upr_protocol.spark.slices import RollbackMarker
 
 BATCH_ROWS: Final = 10_000
 RECORD_BATCH_BYTES: Final = 8 * 1024 * 1024
@@ -88,8 +88,12 @@ class RecordBatchBuilder:
             "snapshot_start": lambda: int64_scalar(start),
             "snapshot_end": lambda: int64_scalar(end),
         }
-        own = RepeatedColumns({name: scalars[name]() for name in self._names if name in scalars})
-        return SnapshotColumns(self._schema, own, self._common, self._parser, self._key)
+        snapshot_columns = RepeatedColumns(
+            {name: scalars[name]() for name in self._names if name in scalars}
+        )
+        return SnapshotColumns(
+            self._schema, snapshot_columns, self._common, self._parser, self._key
+        )
 
     def of_marker(self, partition: PartitionId, marker: RollbackMarker) -> pa.RecordBatch:
         """One row that says that a partition went back."""
@@ -98,9 +102,9 @@ class RecordBatchBuilder:
             "bucket": self._bucket,
             "partition": partition,
             "history_id": f"{marker.history_id:016x}",
-            "seq": marker.went_to,
-            "snapshot_start": marker.went_to,
-            "snapshot_end": marker.came_from,
+            "seq": marker.to_seq,
+            "snapshot_start": marker.to_seq,
+            "snapshot_end": marker.from_seq,
             "key": b"",
             "value": None,
             UNPARSED: None,
@@ -143,9 +147,9 @@ class SnapshotColumns:
 
     Args:
         schema: The columns.
-        own: The columns that are the same in every row of the snapshot.
-        common: Those that are the same in every snapshot: the bucket; `op` and `deleted` while
-            every mutation is a set; flags and expiry times while all are 0.
+        snapshot_columns: The columns that are the same in every row of the snapshot.
+        common: The columns that are the same in every snapshot: the bucket; `op` and `deleted`
+            while every mutation is a set; flags and expiry times while all are 0.
         parser: What makes structs of the values; None where these stay bytes or text.
         key: The only key of which there are rows; None for all.
     """
@@ -153,7 +157,7 @@ class SnapshotColumns:
     def __init__(
         self,
         schema: pa.Schema,
-        own: RepeatedColumns,
+        snapshot_columns: RepeatedColumns,
         common: RepeatedColumns,
         parser: ValueParser | None,
         key: bytes | None = None,
@@ -161,7 +165,7 @@ class SnapshotColumns:
         self._schema = schema
         self._key = key
         self._parser = parser
-        self._own = own
+        self._snapshot_columns = snapshot_columns
         self._common = common
 
     def of_chunks(self, chunks: Sequence[Chunk]) -> pa.RecordBatch:
@@ -185,7 +189,7 @@ class SnapshotColumns:
             None if _is_all(chunk.operations, _SET_BYTE) else _codes(chunk) for chunk in chunks
         ]
         columns = {
-            name: self._selected(name, chunks, codes, is_selected, count)
+            name: self._selected_column(name, chunks, codes, is_selected, count)
             for name in self._schema.names
             if name != UNPARSED
         }
@@ -196,7 +200,7 @@ class SnapshotColumns:
         arrays = [column_as(field.name, columns[field.name], field.type) for field in self._schema]
         return pa.RecordBatch.from_arrays(arrays, schema=self._schema)
 
-    def _selected(
+    def _selected_column(
         self,
         name: str,
         chunks: Sequence[Chunk],
@@ -218,10 +222,10 @@ class SnapshotColumns:
             for chunk, chunk_codes in zip(chunks, codes, strict=True)
         ]
         if all(part is None for part in parts):
-            return self._repeated(name, count)
+            return self._repeated_column(name, count)
         column = _joined(
             [
-                self._repeated(name, chunk.count) if part is None else part
+                self._repeated_column(name, chunk.count) if part is None else part
                 for chunk, part in zip(chunks, parts, strict=True)
             ]
         )
@@ -240,8 +244,8 @@ class SnapshotColumns:
         if name == "key":
             return _bytes(chunk.key_offsets, chunk.key_bytes, None)
         if name == "value":
-            present = None if codes is None else pc.equal(codes, _SET).buffers()[1]
-            return _bytes(chunk.value_offsets, chunk.value_bytes, present)
+            validity = None if codes is None else pc.equal(codes, _SET).buffers()[1]
+            return _bytes(chunk.value_offsets, chunk.value_bytes, validity)
         if codes is not None and name == "op":
             return _OPERATION_NAMES.take(codes)
         if codes is not None and name == "deleted":
@@ -255,8 +259,8 @@ class SnapshotColumns:
             return None if _is_all(numbers, b"\0") else _unsigned(numbers)
         return None
 
-    def _repeated(self, name: str, count: int) -> pa.Array:
-        columns = self._own if name in self._own else self._common
+    def _repeated_column(self, name: str, count: int) -> pa.Array:
+        columns = self._snapshot_columns if name in self._snapshot_columns else self._common
         return columns.column(name, count)
 
 
@@ -327,13 +331,13 @@ def _unsigned(column: memoryview) -> pa.Array:
     return column_array.cast(pa.int64())
 
 
-def _bytes(offsets: memoryview, data: memoryview, present: pa.Buffer | None) -> pa.Array:
-    buffers = [present, pa.py_buffer(offsets), pa.py_buffer(data)]
+def _bytes(offsets: memoryview, data: memoryview, validity: pa.Buffer | None) -> pa.Array:
+    buffers = [validity, pa.py_buffer(offsets), pa.py_buffer(data)]
     return pa.Array.from_buffers(pa.binary(), len(offsets) - 1, buffers)
 
 
 def resized(batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-    """The same rows, in batches that are neither small nor large; none of them is empty."""
+    """Puts rows into batches that are neither small nor large; no batch is empty."""
     small_batches: list[pa.RecordBatch] = []
     rows = nbytes = 0
     for batch in batches:
@@ -345,7 +349,7 @@ def resized(batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
             yield _concatenated(small_batches)
             small_batches, rows, nbytes = [], 0, 0
         if not is_small:
-            yield from _cut(batch, size)
+            yield from _split(batch, size)
         elif batch.num_rows:
             small_batches.append(batch)
             rows += batch.num_rows
@@ -359,8 +363,8 @@ def _concatenated(batches: list[pa.RecordBatch]) -> pa.RecordBatch:
     return batches[0] if len(batches) == 1 else pa.concat_batches(batches)
 
 
-def _cut(batch: pa.RecordBatch, nbytes: int) -> Iterator[pa.RecordBatch]:
-    pieces = max(-(-batch.num_rows // BATCH_ROWS), -(-nbytes // RECORD_BATCH_BYTES))
-    size = max(1, -(-batch.num_rows // pieces))
+def _split(batch: pa.RecordBatch, nbytes: int) -> Iterator[pa.RecordBatch]:
+    count = max(-(-batch.num_rows // BATCH_ROWS), -(-nbytes // RECORD_BATCH_BYTES))
+    size = max(1, -(-batch.num_rows // count))
     for start in range(0, batch.num_rows, size):
         yield batch.slice(start, size)

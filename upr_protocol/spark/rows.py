@@ -123,7 +123,7 @@ def encode(
     problem_rows = problems.bad()
     if not problem_rows:
         return rows, []
-    bad = [
+    rejected_rows = [
         RejectedRow(
             status,
             reason,
@@ -133,7 +133,7 @@ def encode(
         )
         for index, status, reason in problem_rows
     ]
-    return rows.filter(pa.array(problems.good)), bad
+    return rows.filter(pa.array(problems.good)), rejected_rows
 
 
 def _bytes_array(numbers: NDArray[np.uint8]) -> pa.Array:

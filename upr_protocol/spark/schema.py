@@ -49,7 +49,7 @@ INDEX_COLUMNS: Final[dict[str, tuple[DataType, bool]]] = {
         for name in ("key", "value", "partition", "history_id", "seq", "cas", "flags", "expiry")
     },
 }
-"""The same of what an index finds."""
+"""The columns of a read through an index: name, type, and whether it may be null."""
 
 UNPARSED: Final = "unparsed"
 """A column that only comes on request, beside a value that is parsed: the value where it does not
@@ -96,7 +96,8 @@ def schema_with_fields(options: ReadOptions, struct: StructType) -> StructType:
 
 
 def ddl_with_fields(options: ReadOptions) -> str:
-    """The same as SQL, with the struct of `options.value_schema`: only Spark's JVM parses that."""
+    """The columns of a read as SQL, with the struct of `options.value_schema`: only Spark's JVM
+    parses that."""
     columns = []
     for field in default_schema(options):
         if field.name == "value":
@@ -135,7 +136,7 @@ def check_schema(
 
     Args:
         schema: The columns asked for.
-        columns: Those that there are.
+        columns: The columns that can be read.
 
     Raises:
         OptionError: One cannot.

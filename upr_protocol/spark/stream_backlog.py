@@ -32,7 +32,7 @@ class StreamBacklog:
 
     @classmethod
     def merged(cls, backlogs: Iterable[StreamBacklog]) -> Self:
-        """Those of several buckets."""
+        """Adds up the backlogs of several buckets."""
         parts = list(backlogs)
         sizes = [part.nbytes for part in parts if part.nbytes is not None]
         ages_s = [part.age_s for part in parts if part.age_s is not None]
@@ -43,7 +43,7 @@ class StreamBacklog:
         )
 
     def metrics(self) -> dict[str, int | float]:
-        """The same under the names that Spark's source for Kafka uses: numbers of the partition
+        """The backlog under the names that Spark's source for Kafka uses: numbers of the partition
         that is the least, the most, and the average one; and all bytes. Its age has no name
         there."""
         counts = self.numbers

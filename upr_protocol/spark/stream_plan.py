@@ -1,4 +1,4 @@
-"""What the next batch of a stream is: decided from where it stands and what the server says."""
+"""Decides what the next batch of a stream has, from its offset and the server's numbers."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from upr_protocol.ids import SEQ_MAX, PartitionId, SeqNo
 from upr_protocol.spark.driver_client import DriverClient
 from upr_protocol.spark.errors import OptionError, PipelineError
 from upr_protocol.spark.offset import PartitionOffset, StreamOffset
-from upr_protocol.spark.slices import RollbackMarker, Slice
+from upr_protocol.spark.read_tasks import PartitionRange, RollbackMarker
 from upr_protocol.spark.stream_backlog import BacklogAge, StreamBacklog
 
 _NOTHING: Final = PartitionOffset()
@@ -110,20 +110,20 @@ class StreamPlan:
         """
         if start == "earliest":
             return StreamOffset(self._bucket, {}, is_initial=True)
-        numbers, infos = self._driver.seqnos(), self._driver.partition_infos()
+        seqnos, infos = self._driver.seqnos(), self._driver.partition_infos()
         if not isinstance(start, str):
-            check_named("startingOffsets", start, numbers)
+            check_named("startingOffsets", start, seqnos)
         partitions: Partitions = {}
-        for partition, row in numbers.items():
+        for partition, numbers in seqnos.items():
             if isinstance(start, str):
-                seq = row.persisted_seq if self._durable else row.high_seq
+                seq = numbers.persisted_seq if self._durable else numbers.high_seq
             else:
                 seq = SeqNo(start.get(partition, 0))
-            if seq > row.high_seq:
+            if seq > numbers.high_seq:
                 raise PipelineError(
                     "UPR_OPTION",
                     f"startingOffsets names {seq} for partition {partition}, which has numbers up "
-                    f"to {row.high_seq}",
+                    f"to {numbers.high_seq}",
                 )
             if seq:
                 partitions[partition] = PartitionOffset(infos[partition].log, seq, seq, seq)
@@ -132,14 +132,16 @@ class StreamPlan:
     def stop_at_current_end(self) -> None:
         """No batch will go beyond what there is now, once it is on disk."""
         if self._durable:
-            rows = self._driver.wait_until_persisted()
-            ends = dict.fromkeys(rows, SEQ_MAX)
-            lease = self._acquire(dict.fromkeys(rows, SeqNo(0)), ends)
+            seqnos = self._driver.wait_until_persisted()
+            ends = dict.fromkeys(seqnos, SEQ_MAX)
+            lease = self._acquire(dict.fromkeys(seqnos, SeqNo(0)), ends)
             self._target_lease_id = lease.lease_id
             self._target_ends = {pinned.partition: pinned.end for pinned in lease.ranges}
         else:
-            rows = self._driver.seqnos()
-            self._target_ends = {partition: row.high_seq for partition, row in rows.items()}
+            seqnos = self._driver.seqnos()
+            self._target_ends = {
+                partition: numbers.high_seq for partition, numbers in seqnos.items()
+            }
 
     # The next batch.
 
@@ -149,15 +151,15 @@ class StreamPlan:
         Raises:
             PipelineError: As `next_offset` does.
         """
-        rows = self._driver.seqnos()
-        available = self._available(rows)
+        seqnos = self._driver.seqnos()
+        available = self._available(seqnos)
         self._age.note_ends(available)
         ends = {partition: self._limit(partition, seq) for partition, seq in available.items()}
         numbers = sum(
             ends[partition] - seq for partition, seq in _backlog(start.partitions, ends).items()
         )
-        partitions = self._after_rollbacks(start, rows)
-        is_urgent = self._target_ends or _went_back(partitions) or _is_mid_snapshot(partitions)
+        partitions = self._after_rollbacks(start, seqnos)
+        is_urgent = self._target_ends or _has_rollback(partitions) or _is_mid_snapshot(partitions)
         return BacklogSize(numbers, not is_urgent)
 
     def next_offset(self, start: StreamOffset, limits: StreamLimits) -> StreamOffset:
@@ -167,40 +169,44 @@ class StreamPlan:
             PipelineError: The server cannot be asked; or the stream has to go back, and is not to
                 mark that.
         """
-        rows = self._driver.seqnos()
-        self._age.note_ends(self._available(rows))
-        partitions = self._after_rollbacks(start, rows)
+        seqnos = self._driver.seqnos()
+        self._age.note_ends(self._available(seqnos))
+        partitions = self._after_rollbacks(start, seqnos)
         if not self._durable:
-            partitions = self._newest(partitions, rows)
-            return self._end(start, partitions, 0, limits, {})
-        if not _went_back(partitions) and start.lease_id and _is_mid_snapshot(partitions):
-            lease = self._renewed(start.lease_id)
+            partitions = self._newest(partitions, seqnos)
+            return self._limited_offset(start, partitions, 0, limits, {})
+        if not _has_rollback(partitions) and start.lease_id and _is_mid_snapshot(partitions):
+            lease = self._renew_lease(start.lease_id)
             if lease is not None and _holds_snapshots(lease, partitions):
-                return self._end(start, partitions, start.lease_id, limits, sizes_of(lease))
-        return self._plan_with_new_lease(start, partitions, rows, limits)
+                return self._limited_offset(
+                    start, partitions, start.lease_id, limits, sizes_of(lease)
+                )
+        return self._plan_with_new_lease(start, partitions, seqnos, limits)
 
-    def _available(self, rows: Mapping[PartitionId, PartitionNumbers]) -> dict[PartitionId, SeqNo]:
+    def _available(
+        self, seqnos: Mapping[PartitionId, PartitionNumbers]
+    ) -> dict[PartitionId, SeqNo]:
         """How far each partition can be read now."""
         return {
-            partition: row.persisted_seq if self._durable else row.high_seq
-            for partition, row in rows.items()
+            partition: numbers.persisted_seq if self._durable else numbers.high_seq
+            for partition, numbers in seqnos.items()
         }
 
     def _after_rollbacks(
-        self, start: StreamOffset, rows: Mapping[PartitionId, PartitionNumbers]
+        self, start: StreamOffset, seqnos: Mapping[PartitionId, PartitionNumbers]
     ) -> Partitions:
         """Where the stream stands in the partitions that are asked for, having gone back where it
         must."""
         partitions: Partitions = {
             partition: self._after_batch(offset)
             for partition, offset in start.partitions.items()
-            if partition in rows or not self._driver.has_partition(partition)
+            if partition in seqnos or not self._driver.has_partition(partition)
         }
         changed = [
             partition
             for partition, offset in partitions.items()
             if offset.seq
-            and (partition not in rows or rows[partition].history_id != offset.log.current)
+            and (partition not in seqnos or seqnos[partition].history_id != offset.log.current)
         ]
         if not changed:
             return partitions
@@ -218,10 +224,11 @@ class StreamPlan:
     def _after_batch(self, offset: PartitionOffset) -> PartitionOffset:
         """Where a batch has ended, as the next one begins there."""
         batch_ends = offset.batch_ends if self._rewinds else ()
-        return attrs.evolve(offset, came_from=None, batch_ends=batch_ends)
+        return attrs.evolve(offset, rolled_back_from=None, batch_ends=batch_ends)
 
     def _after_purges(self, partitions: Partitions) -> Partitions:
-        """The same where the stream was away for so long that deletions behind it are forgotten."""
+        """Where the stream goes on if it was away for so long that the server has removed deletions
+        behind it."""
         infos = self._driver.partition_infos(anew=True)
         new_offsets = dict(partitions)
         for partition, offset in partitions.items():
@@ -239,7 +246,7 @@ class StreamPlan:
             new_offsets[partition] = _rewound(offset, infos[partition], SeqNo(0))
         return new_offsets
 
-    def _renewed(self, lease_id: int) -> HeldLease | None:
+    def _renew_lease(self, lease_id: int) -> HeldLease | None:
         """The lease under which the stream is inside a snapshot; None when it is gone. That does no
         harm: what it held of later batches was planned for none yet."""
         try:
@@ -255,17 +262,20 @@ class StreamPlan:
         self,
         start: StreamOffset,
         partitions: Partitions,
-        rows: Mapping[PartitionId, PartitionNumbers],
+        seqnos: Mapping[PartitionId, PartitionNumbers],
         limits: StreamLimits,
     ) -> StreamOffset:
         ends = {
-            partition: self._limit(partition, row.persisted_seq) for partition, row in rows.items()
+            partition: self._limit(partition, numbers.persisted_seq)
+            for partition, numbers in seqnos.items()
         }
         backlog = _backlog(partitions, ends)
         if not backlog:
             self.release_target_lease()
             # Perhaps a partition went back that has nothing.
-            return self._end(start, self._begin_snapshots(partitions, {}, {}), 0, limits, {})
+            return self._limited_offset(
+                start, self._begin_snapshots(partitions, {}, {}), 0, limits, {}
+            )
         # Without a target to whatever is on disk when the lease is granted: nothing is overtaken.
         to = ends if self._target_ends else dict.fromkeys(ends, SEQ_MAX)
         try:
@@ -279,7 +289,7 @@ class StreamPlan:
         self.release_target_lease()
         pinned = {range_.partition: range_.end for range_ in lease.ranges}
         partitions = self._begin_snapshots(partitions, self._driver.partition_infos(), pinned)
-        return self._end(start, partitions, lease.lease_id, limits, sizes_of(lease))
+        return self._limited_offset(start, partitions, lease.lease_id, limits, sizes_of(lease))
 
     def release_target_lease(self) -> None:
         """What the stream has yet to read is pinned by a lease that begins where it stands, or
@@ -305,9 +315,12 @@ class StreamPlan:
         self._leases.setdefault(lease_id)
 
     def _newest(
-        self, partitions: Partitions, rows: Mapping[PartitionId, PartitionNumbers]
+        self, partitions: Partitions, seqnos: Mapping[PartitionId, PartitionNumbers]
     ) -> Partitions:
-        ends = {partition: self._limit(partition, row.high_seq) for partition, row in rows.items()}
+        ends = {
+            partition: self._limit(partition, numbers.high_seq)
+            for partition, numbers in seqnos.items()
+        }
         if not _backlog(partitions, ends):
             return self._begin_snapshots(partitions, {}, {})
         partitions = self._after_purges(partitions)
@@ -336,12 +349,12 @@ class StreamPlan:
                 seq,
                 snapshot_start,
                 ends[partition],
-                offset.came_from,
+                offset.rolled_back_from,
                 batch_ends,
             )
         return offsets
 
-    def _end(
+    def _limited_offset(
         self,
         start: StreamOffset,
         partitions: Partitions,
@@ -358,7 +371,7 @@ class StreamPlan:
             for partition, offset in partitions.items()
         }
         if all(
-            offset.came_from is None and offset.seq == start.partition_offset(partition).seq
+            offset.rolled_back_from is None and offset.seq == start.partition_offset(partition).seq
             for partition, offset in new_offsets.items()
         ):
             return start
@@ -375,12 +388,13 @@ class StreamPlan:
     def note_committed(self, end: StreamOffset) -> None:
         """Nothing up to `end` is read again: its leases are not needed any more, but for the one
         that the stream is in."""
-        finished = list(self._leases)
+        lease_ids = list(self._leases)
         # If it is one of another process, what this one has acquired is for later batches.
-        finished = finished[: finished.index(end.lease_id)] if end.lease_id in self._leases else []
+        is_own = end.lease_id in self._leases
+        finished_lease_ids = lease_ids[: lease_ids.index(end.lease_id)] if is_own else []
         if end.lease_id and not _is_mid_snapshot(end.partitions):
-            finished.append(end.lease_id)
-        for lease_id in finished:
+            finished_lease_ids.append(end.lease_id)
+        for lease_id in finished_lease_ids:
             self._leases.pop(lease_id, None)
             self._driver.release_lease(lease_id)
 
@@ -411,9 +425,9 @@ class StreamPlan:
         )
 
 
-def _went_back(partitions: Mapping[PartitionId, PartitionOffset]) -> bool:
+def _has_rollback(partitions: Mapping[PartitionId, PartitionOffset]) -> bool:
     """Whether the next batch begins with a rollback."""
-    return any(offset.came_from is not None for offset in partitions.values())
+    return any(offset.rolled_back_from is not None for offset in partitions.values())
 
 
 def _is_mid_snapshot(partitions: Mapping[PartitionId, PartitionOffset]) -> bool:
@@ -537,14 +551,14 @@ def sizes_of(lease: HeldLease) -> dict[PartitionId, float]:
 
 
 def check_named(
-    option: str, seqs: Mapping[int, int], rows: Mapping[PartitionId, PartitionNumbers]
+    option: str, seqs: Mapping[int, int], seqnos: Mapping[PartitionId, PartitionNumbers]
 ) -> None:
     """Makes sure that an option names only partitions that are read. Raises `OptionError`."""
     for partition in seqs:
-        if partition not in rows:
+        if partition not in seqnos:
             raise OptionError(
                 f"the option {option} names partition {partition}; the partitions read are "
-                f"{min(rows)} to {max(rows)}"
+                f"{min(seqnos)} to {max(seqnos)}"
             )
 
 
@@ -555,8 +569,8 @@ def _rewound(
     log = FailoverLog() if info is None else info.log
     batch_ends = tuple(seq for seq in offset.batch_ends if seq <= ceiling)
     seq = batch_ends[0] if batch_ends else SeqNo(0)
-    came_from = offset.seq if offset.came_from is None else offset.came_from
-    return PartitionOffset(log, seq, seq, seq, came_from, batch_ends)
+    rolled_back_from = offset.seq if offset.rolled_back_from is None else offset.rolled_back_from
+    return PartitionOffset(log, seq, seq, seq, rolled_back_from, batch_ends)
 
 
 def _rollback_needed(offset: PartitionOffset, info: PartitionInfo | None) -> RollBack | None:
@@ -571,8 +585,8 @@ def _rollback_needed(offset: PartitionOffset, info: PartitionInfo | None) -> Rol
 def rollback_error(
     partition: PartitionId, offset: PartitionOffset, info: PartitionInfo | None
 ) -> PipelineError | None:
-    """What a user is told when a stream has to go back, and is not to mark it; None when it has
-    not.
+    """The error of a stream that has to go back and does not mark rollbacks; None if it need not go
+    back.
 
     Args:
         partition: The partition.
@@ -606,32 +620,32 @@ def _log_text(log: FailoverLog) -> str:
     return f"[{', '.join(entries)}]"
 
 
-def slices_of(start: StreamOffset, end: StreamOffset) -> list[Slice]:
-    """What is to be read between two offsets.
+def ranges_between(start: StreamOffset, end: StreamOffset) -> list[PartitionRange]:
+    """The ranges to read between two offsets.
 
     Args:
         start: Where the batch begins. Of the first batch, the end knows it better.
         end: Where it ends.
     """
     starts = start.partitions if end.initial is None else end.initial
-    slices = []
-    for partition, ends in end.partitions.items():
-        begins, marker = starts.get(partition, _NOTHING), None
-        if ends.came_from is not None:
-            went_to = ends.snapshot_start
-            begins = PartitionOffset(seq=went_to)
-            marker = RollbackMarker(ends.log.current, went_to, ends.came_from)
-        if marker is None and begins.seq >= ends.seq:
+    ranges = []
+    for partition, end_offset in end.partitions.items():
+        start_offset, marker = starts.get(partition, _NOTHING), None
+        if end_offset.rolled_back_from is not None:
+            to_seq = end_offset.snapshot_start
+            start_offset = PartitionOffset(seq=to_seq)
+            marker = RollbackMarker(end_offset.log.current, to_seq, end_offset.rolled_back_from)
+        if marker is None and start_offset.seq >= end_offset.seq:
             continue
-        slices.append(
-            Slice(
+        ranges.append(
+            PartitionRange(
                 partition,
-                ends.log,
-                begins.seq,
-                ends.seq,
-                ends.snapshot_start,
-                ends.snapshot_end,
+                end_offset.log,
+                start_offset.seq,
+                end_offset.seq,
+                end_offset.snapshot_start,
+                end_offset.snapshot_end,
                 marker=marker,
             )
         )
-    return slices
+    return ranges

@@ -1,4 +1,4 @@
-"""Some of a bucket's values, to see what they look like."""
+"""A sample of a bucket's values, from which their fields are inferred."""
 
 from __future__ import annotations
 
@@ -65,16 +65,18 @@ def _newest_values(options: ReadOptions, count: int) -> Iterator[bytes]:
     """At least so many values, if there are."""
     driver = BucketDriverClient(options)
     try:
-        numbers, infos = driver.seqnos(), driver.partition_infos()
+        seqnos, infos = driver.seqnos(), driver.partition_infos()
     finally:
         driver.close()
-    filled = [partition for partition, row in numbers.items() if row.high_seq]
-    chosen_partitions = filled[:PARTITIONS_READ] if _reads_all_keys(options) else filled
+    nonempty_partitions = [partition for partition, numbers in seqnos.items() if numbers.high_seq]
+    chosen_partitions = (
+        nonempty_partitions[:PARTITIONS_READ] if _reads_all_keys(options) else nonempty_partitions
+    )
     if not chosen_partitions or not count:
         return
     share = -(-count // len(chosen_partitions)) if _reads_all_keys(options) else SeqNo(1 << 62)
     starts = {
-        partition: SeqNo(max(0, numbers[partition].high_seq - share))
+        partition: SeqNo(max(0, seqnos[partition].high_seq - share))
         for partition in chosen_partitions
     }
     positions = {
@@ -86,7 +88,7 @@ def _newest_values(options: ReadOptions, count: int) -> Iterator[bytes]:
             options.address,
             partitions=sorted(chosen_partitions),
             resume=ResumeState(options.address.bucket, positions),
-            end={partition: numbers[partition].high_seq for partition in chosen_partitions},
+            end={partition: seqnos[partition].high_seq for partition in chosen_partitions},
             key_prefix=options.key or options.key_prefix,
             window_bytes=WINDOW_BYTES_MIN,
             identity=DRIVER,
@@ -96,9 +98,9 @@ def _newest_values(options: ReadOptions, count: int) -> Iterator[bytes]:
             consumer.connect()
             for event in consumer:
                 if isinstance(event, ChunkReceived):
-                    for row in event.chunk:
-                        if row.op is Operation.SET and options.key in (None, row.key):
-                            yield row.value
+                    for numbers in event.chunk:
+                        if numbers.op is Operation.SET and options.key in (None, numbers.key):
+                            yield numbers.value
     except UprError as error:
         raise as_pipeline_error(error, options.address, options.timeout_s) from error
 

@@ -36,7 +36,7 @@ def struct_of(values: Iterable[bytes]) -> StructType | None:
     of types that no column has together, as a number here and a text there.
 
     Args:
-        values: JSON texts. What is no object counts for nothing.
+        values: JSON texts. Those that are not objects are ignored.
 
     Returns:
         The struct; None if no value is an object with a field that can be a column.
@@ -44,7 +44,7 @@ def struct_of(values: Iterable[bytes]) -> StructType | None:
     kinds = [_kind_of(value) for value in map(_object_in, values) if value is not None]
     if not kinds:
         return None
-    struct = _without_unknown(reduce(_merged, kinds))
+    struct = _without_unknown(reduce(_common_type, kinds))
     return struct if isinstance(struct, StructType) else None
 
 
@@ -68,23 +68,23 @@ def _kind_of(value: object) -> DataType:
     if isinstance(value, str):
         return StringType()
     if isinstance(value, list):
-        return ArrayType(reduce(_merged, map(_kind_of, value), _UNKNOWN))
+        return ArrayType(reduce(_common_type, map(_kind_of, value), _UNKNOWN))
     assert isinstance(value, dict)
     return StructType([StructField(name, _kind_of(field)) for name, field in value.items()])
 
 
-def _merged(left_type: DataType, right_type: DataType) -> DataType:
+def _common_type(left_type: DataType, right_type: DataType) -> DataType:
     """The type that values of both fit into."""
     if isinstance(left_type, StructType) and isinstance(right_type, StructType):
         kinds = {field.name: field.dataType for field in left_type}
         for field in right_type:
             first_kind = kinds.get(field.name)
             kinds[field.name] = (
-                field.dataType if first_kind is None else _merged(first_kind, field.dataType)
+                field.dataType if first_kind is None else _common_type(first_kind, field.dataType)
             )
         return StructType([StructField(name, kind) for name, kind in kinds.items()])
     if isinstance(left_type, ArrayType) and isinstance(right_type, ArrayType):
-        return ArrayType(_merged(left_type.elementType, right_type.elementType))
+        return ArrayType(_common_type(left_type.elementType, right_type.elementType))
     if left_type == right_type or type(right_type) is NullType:
         return left_type
     if type(left_type) is NullType:

@@ -1,4 +1,4 @@
-"""What a write is told."""
+"""The options of a write."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pyspark.sql import types
 from pyspark.sql.types import DataType, StructType
 
 from upr_protocol.client import Address
-from upr_protocol.ids import Durability, Operation
+from upr_protocol.ids import DURABILITIES, REPLICATED_DURABILITIES, Durability, Operation
 from upr_protocol.spark.errors import OptionError
 from upr_protocol.spark.options import SourceOptions
 from upr_protocol.spark.texts import has_text
@@ -35,13 +35,11 @@ BATCH_BYTES_MAX: Final = 16 * 1024 * 1024
 """With half of it a task takes some 64 MiB: the rows, sorted, and twice on their way."""
 
 KEY_SEPARATOR_DEFAULT: Final = ":"
-"""As `upr load` has it."""
+"""The same as that of `upr load`."""
 
 _OF_STREAMS: Final = frozenset({"checkpointlocation", "queryname"})
 """Options that a stream has for Spark itself."""
 
-_DURABILITIES: Final = {level.name.lower().replace("_", "-"): level for level in Durability}
-_REPLICATED: Final = (Durability.REPLICATED, Durability.REPLICATED_AND_PERSISTED)
 COPIES_MAX: Final = 255
 
 
@@ -50,7 +48,7 @@ def operation_word(operation: Operation, fixed: Operation | None) -> str:
 
     Args:
         operation: The operation.
-        fixed: That of all rows, which the option `operation` names; None where a column does.
+        fixed: The operation of all rows, if the option `operation` names it; None if a column does.
     """
     words = {value: word for word, value in OPERATIONS.items()} if fixed is not None else {}
     return words.get(operation, operation.name.lower())
@@ -66,8 +64,8 @@ class WriteOptions:
 
     Attributes:
         address: The server and the bucket.
-        operation: What is done with every row; None when a column says it.
-        operation_column: That column.
+        operation: What is done with every row; None if a column says it.
+        operation_column: The column that says what is done with a row; None if all are alike.
         key_columns: The column of the keys, or those whose texts are joined.
         key_separator: The text between them.
         value_columns: The column of the values, or those that a JSON object is made of.
@@ -118,13 +116,13 @@ class WriteOptions:
                 "a bucket cannot be overwritten as a whole: write with mode append, or a stream "
                 "with output mode append or update, which stores each row at its key"
             )
-        bag = SourceOptions(
+        source_options = SourceOptions(
             {name: text for name, text in options.items() if name.lower() not in _OF_STREAMS}
         )
         columns = _Columns(schema)
-        address = bag.address()
-        operation = bag.choice("operation", "upsert", (*OPERATIONS, APPLY))
-        operation_text = bag.text("operationColumn", None)
+        address = source_options.address()
+        operation = source_options.choice("operation", "upsert", (*OPERATIONS, APPLY))
+        operation_text = source_options.text("operationColumn", None)
         operation_column = None
         if operation == APPLY:
             operation_column = columns.named(
@@ -132,16 +130,18 @@ class WriteOptions:
             )
         elif operation_text is not None:
             raise OptionError('operationColumn goes with .option("operation", "apply")')
-        keys = columns.several("keyColumn", bag.text("keyColumn", "key"))
-        flags = columns.optional("flagsColumn", bag, (types.IntegralType,), "a whole number")
+        keys = columns.several("keyColumn", source_options.text("keyColumn", "key"))
+        flags = columns.optional(
+            "flagsColumn", source_options, (types.IntegralType,), "a whole number"
+        )
         expiry = columns.optional(
             "expiryColumn",
-            bag,
+            source_options,
             (types.IntegralType, types.TimestampType, types.TimestampNTZType, types.DateType),
             "a whole number of seconds since 1970, or a time",
         )
-        cas = columns.optional("casColumn", bag, (types.IntegralType,), "a whole number")
-        value_text = bag.text("valueColumn", "value")
+        cas = columns.optional("casColumn", source_options, (types.IntegralType,), "a whole number")
+        value_text = source_options.text("valueColumn", "value")
         values: tuple[ColumnPath, ...] = ()
         if operation == "delete":
             pass
@@ -149,43 +149,42 @@ class WriteOptions:
             values = columns.all_but({operation_column, flags, expiry, cas})
         else:
             values = columns.several("valueColumn", value_text)
-        durability = _DURABILITIES[bag.choice("durability", "persisted", _DURABILITIES)]
-        parsed = cls(
+        durability = DURABILITIES[source_options.choice("durability", "persisted", DURABILITIES)]
+        write_options = cls(
             address,
             OPERATIONS.get(operation),
             operation_column,
             keys,
-            bag.text("keySeparator", KEY_SEPARATOR_DEFAULT),
+            source_options.text("keySeparator", KEY_SEPARATOR_DEFAULT),
             values,
             value_text.strip() == "*" or len(values) > 1,
             flags,
             expiry,
             cas,
             durability,
-            _copies(bag, durability),
-            _dead_letter_path(bag),
-            bag.number(
+            _copies(source_options, durability),
+            _dead_letter_path(source_options),
+            source_options.number(
                 "batchBytes", BATCH_BYTES_DEFAULT, low=BATCH_BYTES_MIN, high=BATCH_BYTES_MAX
             ),
-            bag.timeout_s(),
-            _write_id(bag),
+            source_options.timeout_s(),
+            _write_id(source_options),
         )
-        bag.refuse_unknown()
-        return parsed
+        source_options.refuse_unknown()
+        return write_options
 
 
-def _copies(bag: SourceOptions, durability: Durability) -> int:
-    copies = bag.number("copies", None, low=1, high=COPIES_MAX)
-    if durability in _REPLICATED:
+def _copies(source_options: SourceOptions, durability: Durability) -> int:
+    copies = source_options.number("copies", None, low=1, high=COPIES_MAX)
+    if durability.is_replicated:
         return copies or 1
     if copies is not None:
-        levels = " or ".join(name for name, level in _DURABILITIES.items() if level in _REPLICATED)
-        raise OptionError(f"the option copies goes with durability {levels}")
+        raise OptionError(f"the option copies goes with durability {REPLICATED_DURABILITIES}")
     return 0
 
 
-def _write_id(bag: SourceOptions) -> str | None:
-    write_id = bag.text("writeId", None)
+def _write_id(source_options: SourceOptions) -> str | None:
+    write_id = source_options.text("writeId", None)
     if write_id is not None and not write_id.strip():
         raise OptionError(
             "the option writeId is empty: give each write a name of its own, such as the IDs of "
@@ -194,9 +193,9 @@ def _write_id(bag: SourceOptions) -> str | None:
     return write_id
 
 
-def _dead_letter_path(bag: SourceOptions) -> str | None:
-    on_error = bag.choice("onError", "fail", ("fail", "deadLetter"))
-    path = bag.text("deadLetterPath", None)
+def _dead_letter_path(source_options: SourceOptions) -> str | None:
+    on_error = source_options.choice("onError", "fail", ("fail", "deadLetter"))
+    path = source_options.text("deadLetterPath", None)
     if (on_error == "deadLetter") != bool(path):
         raise OptionError("onError deadLetter and deadLetterPath go together: give both or neither")
     if not path:
@@ -218,10 +217,14 @@ class _Columns:
         self._schema = schema
 
     def optional(
-        self, option: str, bag: SourceOptions, kinds: tuple[type[DataType], ...], expected: str
+        self,
+        option: str,
+        source_options: SourceOptions,
+        kinds: tuple[type[DataType], ...],
+        expected: str,
     ) -> ColumnPath | None:
         """The column that an option names, if it was given."""
-        text = bag.text(option, None)
+        text = source_options.text(option, None)
         return None if text is None else self.named(option, text, kinds, expected)
 
     def named(
@@ -262,10 +265,10 @@ class _Columns:
     def _paths(self, option: str, text: str) -> tuple[ColumnPath, ...]:
         if text in self._schema.fieldNames():
             return ((text,),)
-        return tuple(self._resolved(option, path) for path in parse_columns(option, text))
+        return tuple(self._resolve_path(option, path) for path in parse_columns(option, text))
 
-    def _resolved(self, option: str, path: ColumnPath) -> ColumnPath:
-        """The same path in the columns' own spelling."""
+    def _resolve_path(self, option: str, path: ColumnPath) -> ColumnPath:
+        """Spells a path as the columns do."""
         names: list[str] = []
         kind: DataType = self._schema
         for part in path:
@@ -275,7 +278,8 @@ class _Columns:
             if name is None:
                 where = f" in {column_path_text(tuple(names))}" if names else ""
                 raise OptionError(
-                    f"there is no column {part}{where}; name one with {option}: {_listed(fields)}"
+                    f"there is no column {part}{where}; name one with {option}: "
+                    f"{_names_text(fields)}"
                 )
             assert isinstance(kind, StructType)
             names.append(name)
@@ -338,5 +342,5 @@ def _wrong_type(option: str, path: ColumnPath, kind: DataType, expected: str) ->
     )
 
 
-def _listed(names: Iterable[str]) -> str:
+def _names_text(names: Iterable[str]) -> str:
     return ", ".join(names) or "there are none"

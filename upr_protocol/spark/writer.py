@@ -64,7 +64,7 @@ class WriteTask:
     """One run of a task.
 
     Args:
-        options: What the write is told.
+        options: The options of the write.
         writer_id: 16 bytes, the same in each run of the task.
         attempt: Rises from one run to the next.
     """
@@ -81,7 +81,9 @@ class WriteTask:
             PipelineError: It cannot go on. What was written stays.
         """
         with Publication(self._options, self._writer_id, self._attempt) as publication:
-            self._publish_rows(publication, _encoded(rows, self._options, publication.refuse_rows))
+            self._publish_rows(
+                publication, _encode_batches(rows, self._options, publication.refuse_rows)
+            )
             return publication.finish_dead_letters()
 
     def write_or_prepare(
@@ -100,19 +102,19 @@ class WriteTask:
             return self.write(rows)
         rejected: list[RejectedRow] = []
         with RowSpool() as spool:
-            for encoded in _encoded(rows, self._options, self._rejecting(rejected)):
-                spool.add(encoded)
+            for encoded_rows in _encode_batches(rows, self._options, self._row_collector(rejected)):
+                spool.add(encoded_rows)
             if not spool.has_counters:
                 return self._publish(rejected, spool.other_rows())
             prepared = spool.counter_rows()
             row_counts = self._publish([], spool.other_rows())
             return PreparedRows(job, prepared, tuple(rejected), row_counts)
 
-    def _rejecting(self, rejected: list[RejectedRow]) -> Callable[[list[RejectedRow]], None]:
-        def reject(bad: list[RejectedRow]) -> None:
-            if bad and self._options.dead_letter_path is None:
-                raise refused_rows_error(bad, 0)
-            rejected.extend(bad)
+    def _row_collector(self, rejected: list[RejectedRow]) -> Callable[[list[RejectedRow]], None]:
+        def reject(bad_rows: list[RejectedRow]) -> None:
+            if bad_rows and self._options.dead_letter_path is None:
+                raise refused_rows_error(bad_rows, 0)
+            rejected.extend(bad_rows)
 
         return reject
 
@@ -131,22 +133,22 @@ class WriteTask:
         self, rows: Iterable[pa.RecordBatch], partitions: int
     ) -> Iterator[tuple[PartitionId, Chunk]]:
         pending_rows = PendingRows(self._options.batch_bytes)
-        for encoded in rows:
-            for enough in pending_rows.add(encoded):
-                yield from published_chunks(enough, partitions)
+        for encoded_rows in rows:
+            for batch_rows in pending_rows.add(encoded_rows):
+                yield from published_chunks(batch_rows, partitions)
         for last_rows in pending_rows.take_rest():
             yield from published_chunks(last_rows, partitions)
 
 
-def _encoded(
+def _encode_batches(
     rows: Iterable[pa.RecordBatch],
     options: WriteOptions,
     reject: Callable[[list[RejectedRow]], None],
 ) -> Iterator[pa.RecordBatch]:
     for batch in rows:
-        encoded, bad = encode(batch, options)
-        reject(bad)
-        yield encoded
+        encoded_rows, rejected_rows = encode(batch, options)
+        reject(rejected_rows)
+        yield encoded_rows
 
 
 def _commit(
@@ -173,7 +175,7 @@ class BatchWriter(DataSourceArrowWriter):
     the option `writeId` a later write of the same name and the same rows has no second effect.
 
     Args:
-        options: What the write is told.
+        options: The options of the write.
     """
 
     def __init__(self, options: WriteOptions) -> None:
@@ -223,7 +225,7 @@ class StreamWriter(DataSourceStreamArrowWriter):
     rows are the same. What a failed batch has written stays.
 
     Args:
-        options: What the write is told.
+        options: The options of the write.
     """
 
     def __init__(self, options: WriteOptions) -> None:

@@ -28,7 +28,7 @@ def argument_parser() -> argparse.ArgumentParser:
 def work(spark: SparkSession, options: argparse.Namespace) -> int:
     """Adds the increment."""
     result = backup(
-        spark, options.url, options.folder, options=dict(options.option), tell=command.say
+        spark, options.url, options.folder, options=dict(options.option), on_progress=command.say
     )
     command.print_result(f"increment {result.number} of {result.bucket}: {result.rows} rows")
     return 0

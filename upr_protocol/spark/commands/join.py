@@ -1,4 +1,4 @@
-"""Has one bucket hold the join of two others.
+"""Fills a bucket with the join of two others.
 
 `python -m upr_protocol.spark join upr://127.0.0.1:12000/flights upr://127.0.0.1:12000/planes
 upr://127.0.0.1:12000/flights-with-planes --on value.tailnum

@@ -45,7 +45,7 @@ def work(spark: SparkSession, options: argparse.Namespace) -> int:
         options.checkpoint,
         app_id=options.app_id,
         begin_anew=options.begin_anew,
-        tell=command.say,
+        on_progress=command.say,
         **command.query_settings(options),
     )
     return command.run_query(query)

@@ -1,4 +1,4 @@
-"""Has one bucket hold what is computed from another.
+"""Fills a bucket with what is computed from another.
 
 `python -m upr_protocol.spark reprocess upr://127.0.0.1:12000/planes upr://127.0.0.1:12000/large
 --schema 'key STRING, value STRUCT<seats: INT, model: STRING>' --where 'value.seats > 300'

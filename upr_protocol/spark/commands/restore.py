@@ -43,7 +43,7 @@ def work(spark: SparkSession, options: argparse.Namespace) -> int:
         through=options.through,
         may_have_contents=options.may_have_contents,
         options=dict(options.option),
-        tell=command.say,
+        on_progress=command.say,
     )
     command.print_result(
         f"{result.rows} rows of {result.increments} increments in {result.seconds:.1f} s"

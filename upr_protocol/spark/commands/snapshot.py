@@ -35,7 +35,7 @@ def work(spark: SparkSession, options: argparse.Namespace) -> int:
         options.folder,
         overwrite=options.overwrite,
         options=dict(options.option),
-        tell=command.say,
+        on_progress=command.say,
     )
     command.print_result(f"{result.rows} rows of {result.bucket} in {options.folder}")
     return 0

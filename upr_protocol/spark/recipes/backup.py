@@ -21,7 +21,7 @@ from upr_protocol.spark.recipes.folder import (
     plain_path,
     remove_paths,
 )
-from upr_protocol.spark.recipes.latest_state import Tell, say_nothing
+from upr_protocol.spark.recipes.latest_state import ProgressCallback, ignore_progress
 from upr_protocol.spark.recipes.manifest import DATA_FOLDER, MANIFEST, Manifest
 from upr_protocol.spark.recipes.snapshot import describe_cut
 
@@ -34,7 +34,7 @@ def backup(
     path: str | os.PathLike[str],
     *,
     options: Mapping[str, str] | None = None,
-    tell: Tell = say_nothing,
+    on_progress: ProgressCallback = ignore_progress,
 ) -> Manifest:
     """Adds an increment to a backup: every change, deletions too, since the last one; the first
     has all that there is.
@@ -52,7 +52,7 @@ def backup(
         url: `upr://host:port/bucket`.
         path: The backup's folder; a plain path that every executor reaches.
         options: More options of the read: `leaseSeconds`, `timeoutSeconds`.
-        tell: Is told how it goes on.
+        on_progress: Called with a sentence on each step.
 
     Returns:
         What the increment holds.
@@ -82,11 +82,13 @@ def backup(
             into = increment_folder(folder, index)
             into.mkdir(exist_ok=True)
             remove_paths(paths_in_folder(into))
-            tell(f"increment {index}: {_numbers(cut.starts, cut.ends)} numbers to read")
+            on_progress(f"increment {index}: {_numbers(cut.starts, cut.ends)} numbers to read")
             cut.changes.write.parquet(str(into / DATA_FOLDER))
             manifest = describe_cut(spark, cut, into, "increment", index)
             manifest.write(into)
-            tell(f"increment {index}: {manifest.rows} rows, {manifest.deletions} of them deletions")
+            on_progress(
+                f"increment {index}: {manifest.rows} rows, {manifest.deletions} of them deletions"
+            )
             return manifest
 
 
@@ -99,22 +101,22 @@ def read_increments(folder: Path) -> list[Manifest]:
     """
     increments: list[Manifest] = []
     gap: int | None = None
-    for thing in paths_in_folder(folder):
-        if not (thing.is_dir() and thing.name.isdigit() and len(thing.name) == _DIGITS):
+    for path in paths_in_folder(folder):
+        if not (path.is_dir() and path.name.isdigit() and len(path.name) == _DIGITS):
             raise PipelineError(
-                "UPR_FOLDER", f"{folder} has something else in it ({thing.name}) than a backup"
+                "UPR_FOLDER", f"{folder} has something else in it ({path.name}) than a backup"
             )
-        increment = int(thing.name)
-        if not (thing / MANIFEST).exists():
+        increment = int(path.name)
+        if not (path / MANIFEST).exists():
             # The last one may be unfinished. If another is behind it, it is missing.
             gap = increment if gap is None else gap
             continue
         missing_number = len(increments) if gap is None else gap
         if increment != len(increments) or gap is not None:
             raise _gap(folder, f"increment {missing_number} is missing, and {increment} is there")
-        manifest = Manifest.read(thing)
+        manifest = Manifest.read(path)
         if manifest.kind != "increment" or manifest.number != increment:
-            raise _gap(folder, f"{thing.name} holds something else than increment {increment}")
+            raise _gap(folder, f"{path.name} holds something else than increment {increment}")
         _check_joint(folder, increments[-1] if increments else None, manifest)
         increments.append(manifest)
     return increments

@@ -14,7 +14,7 @@ from pyspark.sql import functions as F
 
 from upr_protocol.spark.recipes.failure import plain_errors
 from upr_protocol.spark.recipes.folder import plain_path
-from upr_protocol.spark.recipes.latest_state import Tell, say_nothing
+from upr_protocol.spark.recipes.latest_state import ProgressCallback, ignore_progress
 from upr_protocol.spark.source import UprDataSource
 
 
@@ -52,7 +52,7 @@ def bulk_load(
     value: str = "value",
     dead_letters: str | os.PathLike[str] | None = None,
     options: Mapping[str, str] | None = None,
-    tell: Tell = say_nothing,
+    on_progress: ProgressCallback = ignore_progress,
 ) -> LoadResult:
     """Writes the rows of a DataFrame to a bucket.
 
@@ -66,7 +66,7 @@ def bulk_load(
             row, make a JSON object.
         dead_letters: A folder for rows that are refused; None to fail with the first of them.
         options: More options of the write, as `operation`, `expiryColumn` or `durability`.
-        tell: Is told how it went.
+        on_progress: Called with a sentence at the end.
 
     Returns:
         How many rows there were, and how long it took.
@@ -74,7 +74,7 @@ def bulk_load(
     Raises:
         PipelineError: An option is wrong, rows were refused, or the server cannot be reached.
     """
-    began = time.monotonic()
+    started_at = time.monotonic()
     frame.sparkSession.dataSource.register(UprDataSource)
     counted = Observation()
     rows = frame.observe(counted, F.count(F.lit(1)).alias("rows"))
@@ -92,8 +92,8 @@ def bulk_load(
         [] if folder is None else [path for path in _letters(folder) if path not in old_files]
     )
     failed = sum(parquet.read_metadata(path).num_rows for path in new_files)
-    loaded = LoadResult(int(counted.get["rows"]) - failed, failed, time.monotonic() - began)
-    tell(str(loaded))
+    loaded = LoadResult(int(counted.get["rows"]) - failed, failed, time.monotonic() - started_at)
+    on_progress(str(loaded))
     return loaded
 
 

@@ -152,7 +152,7 @@ def print_result(result: object) -> None:
     sys.stdout.write(f"{result}\n")
 
 
-def _interrupted(signal_number: int, frame: FrameType | None) -> None:
+def _exit_on_interrupt(signal_number: int, frame: FrameType | None) -> None:
     """Ends the process. The bridge to the JVM cannot be interrupted inside a call and used again,
     and there is nothing to tidy up: what is not finished does not count, and leases lapse.
 
@@ -193,7 +193,7 @@ def run(
     try:
         spark = spark_session(f"upr {arguments.prog.removesuffix('.py')}")
         if is_ours:
-            signal.signal(signal.SIGINT, _interrupted)
+            signal.signal(signal.SIGINT, _exit_on_interrupt)
         with plain_errors():
             return work(spark, options)
     except KeyboardInterrupt:

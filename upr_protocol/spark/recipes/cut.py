@@ -69,7 +69,7 @@ def consistent_cut(
         spark: A session.
         url: `upr://host:port/bucket`.
         options: More options of a read: `leaseSeconds`, `timeoutSeconds`, and how tasks are made.
-        starts_of: Where to begin, of what is known about each partition; 0 where it says nothing.
+        starts_of: Says where to begin, given what is known about each partition; 0 in the others.
             It may raise.
 
     Raises:
@@ -80,9 +80,9 @@ def consistent_cut(
     driver = BucketDriverClient(read_options)
     lease_id = new_lease_id()
     try:
-        numbers = driver.wait_until_persisted()
-        begins = starts_of(driver.partition_infos(anew=True))
-        starts = {partition: begins.get(partition, SeqNo(0)) for partition in numbers}
+        seqnos = driver.wait_until_persisted()
+        requested_starts = starts_of(driver.partition_infos(anew=True))
+        starts = {partition: requested_starts.get(partition, SeqNo(0)) for partition in seqnos}
         lease = driver.acquire_lease(
             lease_id, [(partition, seq, SEQ_MAX) for partition, seq in starts.items()]
         )

@@ -61,7 +61,7 @@ def paths_in_folder(folder: Path) -> list[Path]:
 
 
 def sync_folder(folder: Path) -> None:
-    """Has all that is below a folder on disk, names and contents."""
+    """Syncs everything below a folder to disk, names and contents."""
     for base, _, names in os.walk(folder):
         for name in names:
             sync_path(Path(base, name))

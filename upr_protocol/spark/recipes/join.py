@@ -82,7 +82,7 @@ def join(
         how: `inner`: the target has the items that have a partner. `left`: it has all, those
             without one with a `right_value` of null.
         left_schema: How key and value of the left bucket are read, as the `schema` of a read.
-        right_schema: The same of the right bucket. The two keys have the same type.
+        right_schema: How key and value of the right bucket are read. Both keys have the same type.
         available_now: Whether the query ends when the target has all that there is now.
         interval: How often a batch begins, as `10 seconds`; None for as soon as one is done.
         options: More options of the streams.
@@ -104,8 +104,8 @@ def join(
     with plain_errors():
         left = _Side(spark, left_url, left_schema, stream_options)
         right = _Side(spark, right_url, right_schema, stream_options)
-        # A wrong expression is told before the query begins.
-        joined = _joined(left.empty(), right.empty(), on)
+        # So a wrong expression is an error before the query begins.
+        joined = _join_items(left.empty(), right.empty(), on)
         joined.select(F.expr(value))
     changes = left.changes().withColumn("is_left", F.lit(True))
     changes = changes.union(right.changes().withColumn("is_left", F.lit(False)))
@@ -125,14 +125,14 @@ def join(
         keys = changed.where("is_left").select("key")
         if not changed.where("NOT is_left").isEmpty():
             renewed_keys = changed.where("NOT is_left").select(F.col("key").alias("renewed_key"))
-            naming_items = left.everything().withColumn("renewed_key", F.expr(on))
+            naming_items = left.all_items().withColumn("renewed_key", F.expr(on))
             naming_items = naming_items.join(renewed_keys, "renewed_key", "leftsemi")
             keys = keys.union(naming_items.select("key")).distinct()
         items = left.items(keys).persist()
         try:
             partners = items.where("is_there").select(F.expr(on).alias("key")).distinct()
             partners = right.items(partners.where("key IS NOT NULL"))
-            rows = _joined(items, partners, on).persist()
+            rows = _join_items(items, partners, on).persist()
             try:
                 rows.count()
                 # What was read may be in memory alone: nothing is written that a crash undoes.
@@ -153,7 +153,7 @@ def join(
         return start_query(writer, checkpoint, available_now=available_now, interval=interval)
 
 
-def _joined(left: DataFrame, right: DataFrame, on: str) -> DataFrame:
+def _join_items(left: DataFrame, right: DataFrame, on: str) -> DataFrame:
     """The items of the left bucket with their partners. Those that are gone are among them."""
     of_right = right.select(
         F.col("key").alias("right_key"),
@@ -166,13 +166,13 @@ def _joined(left: DataFrame, right: DataFrame, on: str) -> DataFrame:
 
 
 def _as_operations(rows: DataFrame, value: str, how: str) -> DataFrame:
-    is_kept = F.col("is_there")
+    has_row = F.col("is_there")
     if how == INNER:
-        is_kept &= F.coalesce(F.col("has_partner"), F.lit(False))
+        has_row &= F.coalesce(F.col("has_partner"), F.lit(False))
     return rows.select(
-        F.when(is_kept, "upsert").otherwise("delete").alias("op"),
+        F.when(has_row, "upsert").otherwise("delete").alias("op"),
         "key",
-        F.when(is_kept, F.expr(value)).alias("value"),
+        F.when(has_row, F.expr(value)).alias("value"),
         "flags",
         "expiry",
     )
@@ -226,7 +226,7 @@ class _Side:
         reader = self._spark.readStream.format("upr").options(**self._options)
         return reader.schema(f"key {kind}").load()
 
-    def everything(self) -> DataFrame:
+    def all_items(self) -> DataFrame:
         """All items that the bucket holds."""
         reader = self._spark.read.format("upr").options(**self._connection)
         reader = reader.option("deduplicate", "true")

@@ -34,7 +34,7 @@ def latest(changes: DataFrame, order: str | None = None) -> DataFrame:
         changes: Rows with columns key, seq and deleted at least; where there may be markers, also
             op, partition and history_id; of several buckets, also bucket. More columns are kept
             as they are.
-        order: See above.
+        order: The column that rises from one batch to the next; None if there is one batch.
 
     Returns:
         The same columns.
@@ -62,17 +62,19 @@ def _after_markers(changes: DataFrame, order: str | None) -> DataFrame:
     """The rows that no marker drops, without the markers."""
     is_marker = F.col("op") == "rollback"
     place = F.lit(0) if order is None else F.col(order)
-    homes = [*_of_bucket(changes), "partition"]
+    partition_columns = [*_of_bucket(changes), "partition"]
     markers = (
         changes.where(is_marker)
-        .groupBy(*(F.col(name).alias(f"_{name}") for name in homes))
+        .groupBy(*(F.col(name).alias(f"_{name}") for name in partition_columns))
         .agg(
             F.collect_list(F.struct(place.alias("place"), "seq")).alias("_markers"),
             F.max("history_id").alias("_history"),
         )
     )
     rows = changes.where(~is_marker).join(
-        F.broadcast(markers), [F.col(name) == F.col(f"_{name}") for name in homes], "left"
+        F.broadcast(markers),
+        [F.col(name) == F.col(f"_{name}") for name in partition_columns],
+        "left",
     )
     if order is None:
         is_mixed = (F.size("_markers") > 1) | (F.col("_history") != F.col("history_id"))
@@ -89,7 +91,7 @@ def _after_markers(changes: DataFrame, order: str | None) -> DataFrame:
             lambda marker: (marker["place"] > place) & (marker["seq"] < F.col("seq")),
         )
         rows = rows.where(F.col("_markers").isNull() | ~is_void)
-    return rows.drop(*(f"_{name}" for name in homes), "_markers", "_history")
+    return rows.drop(*(f"_{name}" for name in partition_columns), "_markers", "_history")
 
 
 def _of_bucket(changes: DataFrame) -> list[str]:

@@ -19,8 +19,8 @@ from upr_protocol.spark.recipes.rewound_rows import reached_metadata, rewound_ro
 from upr_protocol.spark.recipes.target import check_bucket_of, check_triggers, start_query
 from upr_protocol.spark.source import UprDataSource
 
-Tell = Callable[[str], None]
-"""Is told how a recipe goes on, a sentence at a time."""
+ProgressCallback = Callable[[str], None]
+"""Called with a sentence each time that a recipe has got further."""
 
 LATEST_STATE_SCHEMA: Final = pa.schema(
     [
@@ -47,8 +47,8 @@ _NO_QUERY_ID: Final = (
 _QUERY_ID: Final = "sql.streaming.queryId"
 
 
-def say_nothing(sentence: str) -> None:
-    """Drops a sentence on progress: the default where nobody listens."""
+def ignore_progress(sentence: str) -> None:
+    """Does nothing: the default callback of a recipe."""
     del sentence
 
 
@@ -69,12 +69,11 @@ class LatestState:
     Args:
         table: The table's path, or a URL that `deltalake` knows; made with the first batch.
         app_id: What stands for the query in the commits; None for its ID, which is part of its
-            checkpoint. Who gives one must give another when the checkpoint is a new one: batches
-            are numbered anew then.
+            checkpoint. With a new checkpoint give another one, because batches are numbered anew.
         begin_anew: Whether the first batch of a query that the table does not know drops all rows
             that are there. Else it is refused when there are any.
-        storage_options: For a table that is not on a disk; see `deltalake`.
-        tell: Is told of each batch.
+        storage_options: For a table that is not on a disk, the options that `deltalake` takes.
+        on_progress: Called with a sentence on each batch.
 
     Raises:
         PipelineError: `deltalake` is not installed.
@@ -87,13 +86,13 @@ class LatestState:
         *,
         begin_anew: bool = False,
         storage_options: Mapping[str, str] | None = None,
-        tell: Tell = say_nothing,
+        on_progress: ProgressCallback = ignore_progress,
     ) -> None:
         self._table = table
         self._app_id = app_id
         self._begin_anew = begin_anew
         self._storage_options = dict(storage_options or {})
-        self._tell = tell
+        self._on_progress = on_progress
         _deltalake()
 
     def __call__(self, batch: DataFrame, batch_id: int) -> None:
@@ -112,7 +111,7 @@ class LatestState:
         table = self._open()
         last_batch_id = None if table is None else table.transaction_version(app_id)
         if last_batch_id is not None and last_batch_id >= batch_id:
-            self._tell(f"batch {batch_id} is in the table already")
+            self._on_progress(f"batch {batch_id} is in the table already")
             return
         is_first = table is not None and last_batch_id is None
         if is_first and not self._begin_anew and table.count():
@@ -121,14 +120,14 @@ class LatestState:
                 f"{self._table} has rows of another query, or the query has a new checkpoint: "
                 "take another table, or have this one begun anew (begin_anew)",
             )
-        rows, went_to, reached = newest_of_batch(batch)
-        properties = _properties(app_id, batch_id, reached, is_anew=is_first)
+        rows, rewound_to, reached_seqs = newest_of_batch(batch)
+        properties = _properties(app_id, batch_id, reached_seqs, is_anew=is_first)
         if table is None:
             self._make(rows, properties)
         else:
-            self._merge(table, rows, None if is_first else went_to, properties)
-        back = f", after {len(went_to)} partitions went back" if went_to else ""
-        self._tell(f"batch {batch_id}: {rows.num_rows} keys changed{back}")
+            self._merge(table, rows, None if is_first else rewound_to, properties)
+        rollback_text = f", after {len(rewound_to)} partitions went back" if rewound_to else ""
+        self._on_progress(f"batch {batch_id}: {rows.num_rows} keys changed{rollback_text}")
 
     def _open_version(self, version: int) -> Any:
         return _deltalake().DeltaTable(
@@ -142,41 +141,45 @@ class LatestState:
         return delta.DeltaTable(self._table, storage_options=self._storage_options)
 
     def _make(self, rows: pa.Table, properties: Any) -> None:
-        live = (
+        live_rows = (
             rows.filter(pc.invert(rows["deleted"]))
             .select(LATEST_STATE_SCHEMA.names)
             .cast(LATEST_STATE_SCHEMA)
         )
         _deltalake().write_deltalake(
             self._table,
-            live,
+            live_rows,
             mode="error",
             storage_options=self._storage_options,
             commit_properties=properties,
         )
 
     def _merge(
-        self, table: Any, rows: pa.Table, went_to: Mapping[int, int] | None, properties: Any
+        self, table: Any, rows: pa.Table, rewound_to: Mapping[int, int] | None, properties: Any
     ) -> None:
         """One commit.
 
         Args:
             table: The table.
             rows: The newest row of each key, live or deleted.
-            went_to: The number to which partitions went back: what they had above it is void. None
-                when no row of the table is left.
+            rewound_to: By partition the number to which it went back: its rows above that are void.
+                None when no row of the table is left.
             properties: What the commit says.
 
         Raises:
             PipelineError: The table does not have the version to which partitions went back.
         """
-        if went_to:
-            earlier = rewound_rows(table, self._open_version, went_to)
-            earlier = earlier.filter(pc.invert(pc.is_in(earlier["key"], value_set=rows["key"])))
-            earlier = earlier.append_column(
-                "deleted", pa.nulls(len(earlier), pa.bool_()).fill_null(False)
+        if rewound_to:
+            earlier_rows = rewound_rows(table, self._open_version, rewound_to)
+            earlier_rows = earlier_rows.filter(
+                pc.invert(pc.is_in(earlier_rows["key"], value_set=rows["key"]))
             )
-            rows = pa.concat_tables([rows, earlier.select(rows.column_names).cast(rows.schema)])
+            earlier_rows = earlier_rows.append_column(
+                "deleted", pa.nulls(len(earlier_rows), pa.bool_()).fill_null(False)
+            )
+            rows = pa.concat_tables(
+                [rows, earlier_rows.select(rows.column_names).cast(rows.schema)]
+            )
         version_before = table.version()
         columns = {name: f"s.{name}" for name in LATEST_STATE_SCHEMA.names}
         merge = (
@@ -191,11 +194,12 @@ class LatestState:
             .when_matched_update(columns)
             .when_not_matched_insert(columns, "NOT s.deleted")
         )
-        if went_to is None:
+        if rewound_to is None:
             merge = merge.when_not_matched_by_source_delete()
-        elif went_to:
+        elif rewound_to:
             is_void = " OR ".join(
-                f"t.partition = {partition} AND t.seq > {seq}" for partition, seq in went_to.items()
+                f"t.partition = {partition} AND t.seq > {seq}"
+                for partition, seq in rewound_to.items()
             )
             merge = merge.when_not_matched_by_source_delete(is_void)
         merge.execute()
@@ -232,14 +236,18 @@ def newest_of_batch(batch: DataFrame) -> tuple[pa.Table, dict[int, int], dict[in
     )
     rows_and_markers = newest.select("newest.*").toArrow()
     is_marker = pc.equal(rows_and_markers["op"], "rollback")
-    went_to = _highest(rows_and_markers.filter(is_marker))
+    rewound_to = _highest(rows_and_markers.filter(is_marker))
     rows = rows_and_markers.filter(pc.invert(is_marker)).select(
         [*LATEST_STATE_SCHEMA.names, "deleted"]
     )
-    reached = _highest(rows_and_markers)
+    reached_seqs = _highest(rows_and_markers)
     # A deletion has no value, and is never put in.
     nullable = [field.with_nullable(field.name == "value") for field in LATEST_STATE_SCHEMA]
-    return rows.cast(pa.schema([*nullable, pa.field("deleted", pa.bool_())])), went_to, reached
+    return (
+        rows.cast(pa.schema([*nullable, pa.field("deleted", pa.bool_())])),
+        rewound_to,
+        reached_seqs,
+    )
 
 
 def _highest(rows: pa.Table) -> dict[int, int]:
@@ -260,24 +268,26 @@ def keep_latest_state(
     app_id: str | None = None,
     begin_anew: bool = False,
     storage_options: Mapping[str, str] | None = None,
-    tell: Tell = say_nothing,
+    on_progress: ProgressCallback = ignore_progress,
 ) -> StreamingQuery:
     """Starts a query that has a Delta table hold what a bucket holds.
 
     Args:
         spark: A session.
         url: `upr://host:port/bucket`.
-        table: See `LatestState`.
+        table: The table's path, or a URL that `deltalake` knows.
         checkpoint: The folder where the query keeps how far it is; its own.
         available_now: Whether it ends when the table has all that there is now.
         interval: How often a batch begins, as `10 seconds`; None for as soon as one is done.
         options: More options of a stream, or others in place of the defaults here:
             `onRollback=rewind` (or `marker`, if `stability` or `failOnDataLoss` rule that out) and
             `maxBytesPerTrigger`.
-        app_id: See `LatestState`; over Spark Connect it must be given.
-        begin_anew: See `LatestState`.
-        storage_options: See `LatestState`.
-        tell: See `LatestState`.
+        app_id: What stands for the query in the table's commits; None for its ID. Over Spark
+            Connect it must be given.
+        begin_anew: Whether the first batch of a query that the table does not know drops all rows
+            that are there. Otherwise it is refused when there are any.
+        storage_options: For a table that is not on a disk, the options that `deltalake` takes.
+        on_progress: Called with a sentence on each batch.
 
     Returns:
         The query, which runs: `awaitTermination()` waits for its end.
@@ -290,7 +300,11 @@ def keep_latest_state(
     if app_id is None and is_remote():
         raise OptionError(_NO_QUERY_ID)
     sink = LatestState(
-        table, app_id, begin_anew=begin_anew, storage_options=storage_options, tell=tell
+        table,
+        app_id,
+        begin_anew=begin_anew,
+        storage_options=storage_options,
+        on_progress=on_progress,
     )
     spark.dataSource.register(UprDataSource)
     settings = {name.lower(): value for name, value in (options or {}).items()}
@@ -317,10 +331,12 @@ def _query_id(batch: DataFrame) -> str:
     return f"upr:{query_id}"
 
 
-def _properties(app_id: str, batch_id: int, reached: Mapping[int, int], *, is_anew: bool) -> Any:
+def _properties(
+    app_id: str, batch_id: int, reached_seqs: Mapping[int, int], *, is_anew: bool
+) -> Any:
     delta = _deltalake()
     return delta.CommitProperties(
-        custom_metadata=reached_metadata(reached, is_anew=is_anew),
+        custom_metadata=reached_metadata(reached_seqs, is_anew=is_anew),
         app_transactions=[delta.Transaction(app_id, batch_id)],
     )
 

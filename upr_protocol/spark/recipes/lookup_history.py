@@ -36,7 +36,7 @@ class LookupHistory:
         """
         driver = self._connect()
         try:
-            rows = driver.seqnos()
+            seqnos = driver.seqnos()
             infos = driver.partition_infos() if self._positions else {}
         finally:
             driver.close()
@@ -48,7 +48,7 @@ class LookupHistory:
                     f"{self._address}: partition {partition} has lost changes that were joined: "
                     "begin with a new checkpoint and an empty target",
                 )
-        self._history_ids = {partition: row.history_id for partition, row in rows.items()}
+        self._history_ids = {partition: numbers.history_id for partition, numbers in seqnos.items()}
 
     def finish_lookup(self) -> bool:
         """A lookup is over: waits until all is on disk that it may have read, and notes where that
@@ -63,16 +63,21 @@ class LookupHistory:
         """
         driver = self._connect()
         try:
-            rows, infos = driver.wait_until_persisted(), driver.partition_infos()
+            seqnos, infos = driver.wait_until_persisted(), driver.partition_infos()
         finally:
             driver.close()
-        if self._history_ids != {partition: row.history_id for partition, row in rows.items()}:
+        if self._history_ids != {
+            partition: numbers.history_id for partition, numbers in seqnos.items()
+        }:
             return False
         # The logs may be newer than the numbers.
-        if any(infos[partition].log.current != row.history_id for partition, row in rows.items()):
+        if any(
+            infos[partition].log.current != numbers.history_id
+            for partition, numbers in seqnos.items()
+        ):
             return False
-        for partition, row in rows.items():
-            seq = row.persisted_seq
+        for partition, numbers in seqnos.items():
+            seq = numbers.persisted_seq
             self._positions[partition] = Position(infos[partition].log, seq, seq, None)
         return True
 

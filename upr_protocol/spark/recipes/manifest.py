@@ -54,7 +54,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         bucket: The bucket's name.
         created: When the cut was made, in UTC.
         partition_count: How many partitions the bucket had.
-        partitions: Those that there are, by number.
+        partitions: What there is of each partition, by its number.
         rows: All rows.
         deletions: How many of them are deletions.
         files: The length in bytes of each file below `data`.

@@ -82,19 +82,19 @@ def reprocess(
         newest = batch.groupBy("key").agg(
             F.max_by(F.struct("value", "deleted", "flags", "expiry"), "seq").alias("newest")
         )
-        is_kept = ~F.col("deleted") & F.coalesce(F.expr(where), F.lit(False))
+        has_row = ~F.col("deleted") & F.coalesce(F.expr(where), F.lit(False))
         rows = newest.select("key", "newest.*").select(
             F.expr(key).alias("key"),
-            F.when(is_kept, F.expr(value)).alias("value"),
+            F.when(has_row, F.expr(value)).alias("value"),
             "flags",
             "expiry",
-            F.when(is_kept, "upsert").otherwise("delete").alias("op"),
+            F.when(has_row, "upsert").otherwise("delete").alias("op"),
         )
         write_target(rows, target_url, write_options)
 
     with plain_errors():
-        # A wrong expression is told before the query begins; and one of a key that uses more than
-        # the key, which no deletion has.
+        # So a wrong expression is an error before the query begins; and so is an expression of a
+        # key that uses more than the key: a deletion has nothing else.
         changes.select("key").select(F.expr(key))
         changes.select(F.expr(value), F.expr(where).cast("boolean"))
         check_bucket_of(url, options)

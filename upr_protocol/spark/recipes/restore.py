@@ -19,7 +19,7 @@ from upr_protocol.spark.options import SourceOptions
 from upr_protocol.spark.recipes.backup import increment_folder, read_increments
 from upr_protocol.spark.recipes.failure import plain_errors
 from upr_protocol.spark.recipes.folder import plain_path
-from upr_protocol.spark.recipes.latest_state import Tell, say_nothing
+from upr_protocol.spark.recipes.latest_state import ProgressCallback, ignore_progress
 from upr_protocol.spark.recipes.manifest import Manifest
 from upr_protocol.spark.recipes.snapshot import rows_of
 from upr_protocol.spark.source import UprDataSource
@@ -54,7 +54,7 @@ def restore(
     through: int | None = None,
     may_have_contents: bool = False,
     options: Mapping[str, str] | None = None,
-    tell: Tell = say_nothing,
+    on_progress: ProgressCallback = ignore_progress,
 ) -> RestoreResult:
     """Makes a bucket hold what another held when an increment of its backup was made.
 
@@ -70,14 +70,14 @@ def restore(
         may_have_contents: Whether the bucket may hold something. Keys that the backup does not
             know stay.
         options: More options of the writes, as `durability`.
-        tell: Is told of each increment.
+        on_progress: Called with a sentence on each increment.
 
     Raises:
         OptionError: There is no such increment, or an option is wrong.
         PipelineError: The chain has a gap, a file is missing, the bucket has contents, or it
             cannot be written.
     """
-    began = time.monotonic()
+    started_at = time.monotonic()
     for name in options or {}:
         if name.lower() in _OURS:
             raise OptionError(f"the option {name} is not for you to give: this recipe sets it")
@@ -102,13 +102,13 @@ def restore(
             where = increment_folder(folder, manifest.number)
             rows = _apply(spark, where, manifest, url, options or {})
             total += rows
-            tell(f"increment {manifest.number}: {rows} rows")
-        return RestoreResult(len(increments), total, time.monotonic() - began)
+            on_progress(f"increment {manifest.number}: {rows} rows")
+        return RestoreResult(len(increments), total, time.monotonic() - started_at)
 
 
 def _check_empty(url: str, options: Mapping[str, str]) -> None:
-    bag = SourceOptions({**options, "url": url})
-    connection = DriverConnection(bag.address(), bag.timeout_s())
+    source_options = SourceOptions({**options, "url": url})
+    connection = DriverConnection(source_options.address(), source_options.timeout_s())
     try:
         numbers = connection.ask(BlockingClient.seqnos)
     finally:
@@ -138,9 +138,9 @@ def _apply(
         # A restore deletes a key for an expiry as for a deletion.
         .withColumn("op", F.when(F.col("op") == "set", "set").otherwise("delete"))
     )
-    counted = Observation()
-    rows = newest.observe(counted, F.count(F.lit(1)).alias("rows"))
+    row_count = Observation()
+    rows = newest.observe(row_count, F.count(F.lit(1)).alias("rows"))
     writer = rows.write.format("upr").mode("append").options(**options).option("url", url)
     writer = writer.option("operation", "apply").option("operationColumn", "op")
     writer.option("flagsColumn", "flags").option("expiryColumn", "expiry").save()
-    return int(counted.get["rows"])
+    return int(row_count.get["rows"])

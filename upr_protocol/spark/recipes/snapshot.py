@@ -21,7 +21,11 @@ from upr_protocol.spark.recipes.folder import (
     remove_paths,
 )
 from upr_protocol.spark.recipes.latest import latest
-from upr_protocol.spark.recipes.latest_state import LATEST_STATE_SCHEMA, Tell, say_nothing
+from upr_protocol.spark.recipes.latest_state import (
+    LATEST_STATE_SCHEMA,
+    ProgressCallback,
+    ignore_progress,
+)
 from upr_protocol.spark.recipes.manifest import (
     DATA_FOLDER,
     MANIFEST,
@@ -38,7 +42,7 @@ def snapshot(
     *,
     overwrite: bool = False,
     options: Mapping[str, str] | None = None,
-    tell: Tell = say_nothing,
+    on_progress: ProgressCallback = ignore_progress,
 ) -> Manifest:
     """Writes what a bucket holds to a folder: `data/*.parquet`, a row for each key, and
     `manifest.json`, which is written last and makes it count.
@@ -53,7 +57,7 @@ def snapshot(
         overwrite: Whether what is in the folder is removed first, when that is a snapshot, whole
             or not. Else nothing may be there.
         options: More options of the read: `leaseSeconds`, `timeoutSeconds`.
-        tell: Is told how it goes on.
+        on_progress: Called with a sentence on each step.
 
     Returns:
         What the folder holds.
@@ -66,14 +70,14 @@ def snapshot(
     with plain_errors(), locked_folder(folder), consistent_cut(spark, url, options or {}) as cut:
         _check_may_be_used(folder, overwrite=overwrite)
         # What makes the rest count goes first.
-        remove_paths(sorted(paths_in_folder(folder), key=lambda thing: thing.name != MANIFEST))
-        tell(f"{cut.bucket} is read up to {sum(cut.ends.values())} numbers")
+        remove_paths(sorted(paths_in_folder(folder), key=lambda path: path.name != MANIFEST))
+        on_progress(f"{cut.bucket} is read up to {sum(cut.ends.values())} numbers")
         # A read has no markers: without `op` nobody looks for them, which would read it twice.
         rows = latest(cut.changes.drop("op")).select(*LATEST_STATE_SCHEMA.names)
         rows.write.parquet(str(folder / DATA_FOLDER))
         manifest = describe_cut(spark, cut, folder, "snapshot")
         manifest.write(folder)
-        tell(f"{manifest.rows} rows in {len(manifest.files)} files")
+        on_progress(f"{manifest.rows} rows in {len(manifest.files)} files")
         return manifest
 
 
@@ -140,18 +144,18 @@ def describe_cut(
 
 
 def _check_may_be_used(folder: Path, *, overwrite: bool) -> None:
-    things = paths_in_folder(folder)
-    if not things:
+    paths = paths_in_folder(folder)
+    if not paths:
         return
     own_names = {DATA_FOLDER, MANIFEST, f"_{MANIFEST}.unfinished"}
-    foreign_names = [thing.name for thing in things if thing.name not in own_names]
+    foreign_names = [path.name for path in paths if path.name not in own_names]
     if foreign_names:
         raise PipelineError(
             "UPR_FOLDER",
             f"{folder} has something else in it ({foreign_names[0]}): take another folder",
         )
     if not overwrite:
-        state = "a snapshot" if folder / MANIFEST in things else "a snapshot that was not finished"
+        state = "a snapshot" if folder / MANIFEST in paths else "a snapshot that was not finished"
         raise PipelineError(
             "UPR_FOLDER",
             f"{folder} has {state} in it: take another folder, or have it overwritten (overwrite)",

@@ -24,18 +24,18 @@ class RollbackMarker:
 
     Attributes:
         history_id: The history in which it goes on.
-        went_to: The number after which it goes on: 0, or the end of an earlier batch at which the
+        to_seq: The number after which it goes on: 0, or the end of an earlier batch at which the
             partition was consistent.
-        came_from: The number it had come to.
+        from_seq: The number that it had reached.
     """
 
     history_id: HistoryId
-    went_to: SeqNo
-    came_from: SeqNo
+    to_seq: SeqNo
+    from_seq: SeqNo
 
 
 @attrs.frozen
-class Slice:
+class PartitionRange:
     """A range of one partition's numbers, (start, end].
 
     Attributes:
@@ -46,7 +46,7 @@ class Slice:
         snapshot_start: Where the snapshot begins of which it is a part.
         snapshot_end: Where that ends: only there is the partition consistent.
         nbytes: What it takes on the server's disk, about.
-        marker: What is to be told before it.
+        marker: The marker that comes before its rows; None for no marker.
     """
 
     partition: PartitionId
@@ -58,8 +58,8 @@ class Slice:
     nbytes: int = 0
     marker: RollbackMarker | None = None
 
-    def pieces(self, bytes_max: int) -> Iterator[Slice]:
-        """The same in pieces of about so many bytes."""
+    def pieces(self, bytes_max: int) -> Iterator[PartitionRange]:
+        """The same in ranges of about so many bytes."""
         numbers = self.end - self.start
         count = max(1, min(numbers, -(-self.nbytes // bytes_max)))
         cuts = [self.start + numbers * index // count for index in range(count + 1)]
@@ -74,23 +74,23 @@ class Slice:
 
 
 class ReadTask(InputPartition):
-    """The slices that one task reads, no two of one partition.
+    """The ranges that one task reads, no two of one partition.
 
     Args:
-        slices: The slices.
+        ranges: The ranges.
         lease_id: The lease that pins them; 0 for none.
         bucket: The bucket whose partitions they are of.
     """
 
-    def __init__(self, slices: tuple[Slice, ...], lease_id: int, bucket: str = "") -> None:
+    def __init__(self, ranges: tuple[PartitionRange, ...], lease_id: int, bucket: str = "") -> None:
         super().__init__(None)
         self.bucket = bucket
-        self.slices = slices
+        self.ranges = ranges
         self.lease_id = lease_id
 
 
 def tasks_of(
-    slices: Iterable[Slice],
+    ranges: Iterable[PartitionRange],
     lease_id: int,
     *,
     bytes_max: int,
@@ -98,27 +98,25 @@ def tasks_of(
     whole_partitions: bool = False,
     bucket: str = "",
 ) -> list[ReadTask]:
-    """The slices, packed into few tasks of about the same size.
+    """Packs ranges into few tasks of about the same size.
 
     Args:
-        slices: What is to be read, each partition once.
+        ranges: What is to be read, each partition once.
         lease_id: The lease that pins them; 0 for none.
         bytes_max: What a task reads, about.
         tasks_min: Tasks there are at least, if there are numbers enough.
         whole_partitions: Whether one task reads all of a partition.
         bucket: The bucket whose partitions they are of.
     """
-    by_partition = sorted(slices, key=lambda part: part.partition)
-    total = sum(max(part.nbytes, 1) for part in by_partition)
+    by_partition = sorted(ranges, key=lambda range_: range_.partition)
+    total = sum(max(range_.nbytes, 1) for range_ in by_partition)
     count = _task_count(-(-total // bytes_max), tasks_min)
     share = total / count
     tasks: list[ReadTask] = []
-    group: dict[PartitionId, Slice] = {}
+    group: dict[PartitionId, PartitionRange] = {}
     nbytes = 0
-    for partition_slice in by_partition:
-        for piece in (
-            [partition_slice] if whole_partitions else partition_slice.pieces(max(1, int(share)))
-        ):
+    for range_ in by_partition:
+        for piece in [range_] if whole_partitions else range_.pieces(max(1, int(share))):
             size = max(piece.nbytes, 1)
             # A piece belongs to the task in whose share its middle lies.
             is_beyond = nbytes + size / 2 >= share * (len(tasks) + 1)
@@ -136,6 +134,8 @@ def _task_count(count: int, count_min: int) -> int:
     """How many tasks to make where so many would do. Nothing tells a data source how many cores
     there are. With a multiple of `CORES`, the last tasks of a read mostly leave none idle."""
     if count > CORES // 2:
-        fewer = count // CORES * CORES
-        count = fewer if count <= TASK_GROWTH_MAX * fewer else fewer + CORES
+        whole_multiple = count // CORES * CORES
+        count = (
+            whole_multiple if count <= TASK_GROWTH_MAX * whole_multiple else whole_multiple + CORES
+        )
     return max(count, count_min)
