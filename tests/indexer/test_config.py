@@ -133,15 +133,15 @@ def test_nodes() -> None:
     assert membership.node_map == NodeMap(nodes, 5, 1)
     assert (membership.place, membership.url, membership.bucket) == (1, nodes[1], "planes")
     # Two nodes link to each of its slices, and four times as many links are allowed.
-    assert membership.links_max == 4 * 2 * len(membership.kept)
+    assert membership.links_max == 4 * 2 * len(membership.kept_slices)
     assert settings.slices == 5
-    assert settings.kept == [SliceId(index, 5) for index in membership.node_map.kept_by(1)]
+    assert settings.kept_slices == [SliceId(index, 5) for index in membership.node_map.kept_by(1)]
     for node in ("2", "http://n:3", "http://n:3/"):
         other = load(nodes=NODES, node=node).settings()
         assert other.membership is not None
         assert other.membership.place == 2
         # A slice a node, without a copy.
-        assert other.kept == [SliceId(2, 3)]
+        assert other.kept_slices == [SliceId(2, 3)]
 
 
 @pytest.mark.parametrize(

@@ -195,7 +195,7 @@ async def test_a_copy_that_is_being_built_is_not_asked(
         for indexer in nodes.running.values():
             await until_ready(indexer)
         for part in nodes.running[0].slices:
-            part.definitions.find(name_of("d/city")).file._joined = False
+            part.definitions.find(name_of("d/city")).file._is_built = False
         for indexer in nodes.running.values():
             await compare(indexer, writer)
             status = await indexer.scanner.status(name_of("d/city"))

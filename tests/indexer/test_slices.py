@@ -158,7 +158,7 @@ async def test_a_moment_that_one_slice_cannot_hold_is_held_by_none(
 
 async def test_no_answer_comes_from_a_part_of_the_slices(indexer: Indexer) -> None:
     file = indexer.slices[2].definitions.find(name_of("d/city")).file
-    file._joined = False
+    file._is_built = False
     with pytest.raises(BuildingError):
         await ask(indexer, "d/city", Query(hold_s=60))
     # Those that had an answer hold no moment for it.
@@ -168,7 +168,7 @@ async def test_no_answer_comes_from_a_part_of_the_slices(indexer: Indexer) -> No
     assert status.state == "building"
     assert [part.state for part in status.slices] == ["ready", "ready", "building"]
     assert sum(part.entries for part in status.slices) == status.entries == len(CONTENTS)
-    file._joined = True
+    file._is_built = True
     # A slice that has yet to hear of another definition.
     indexer.slices[0].definitions.find(name_of("d/city")).definition = IndexDefinition(("n",))
     with pytest.raises(BuildingError):

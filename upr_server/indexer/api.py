@@ -105,7 +105,7 @@ def _failure(error: UprError) -> Response:
 ResponseT = TypeVar("ResponseT", bound=Response | None)
 
 
-def _answering(
+def _with_error_responses(
     handler: Callable[[Request], Awaitable[ResponseT]],
 ) -> Callable[[Request], Awaitable[ResponseT | Response]]:
     """Turns what a handler raises into an error response."""
@@ -125,7 +125,7 @@ def _answering(
     return answer
 
 
-def _guarded(
+def _with_access_check(
     handler: Callable[[Request], Awaitable[ResponseT]],
     access: HttpAccess,
     needed_right: Right | None,
@@ -133,14 +133,14 @@ def _guarded(
     """Calls a handler for those who have a right, or for everybody; the handler then has the bucket
     with the credentials of the request's user as `request.state.bucket`."""
 
-    async def checked(request: Request) -> ResponseT:
+    async def handle_if_allowed(request: Request) -> ResponseT:
         if needed_right is not None:
             host, port = request.client or ("", 0)
             authorization = request.headers.get("authorization", "")
             request.state.bucket = await access.check(needed_right, authorization, f"{host}:{port}")
         return await handler(request)
 
-    return _answering(checked)
+    return _with_error_responses(handle_if_allowed)
 
 
 async def _body(request: Request) -> bytes:
@@ -213,7 +213,9 @@ class _Scan:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         request = Request(scope, receive)
-        scan = _guarded(partial(self._scan, receive=receive, send=send), self._access, Right.READ)
+        scan = _with_access_check(
+            partial(self._scan, receive=receive, send=send), self._access, Right.READ
+        )
         response = await scan(request)
         if response is not None:
             await response(scope, receive, send)
@@ -292,7 +294,7 @@ class _Link:
         socket = WebSocket(scope, receive, send)
         with ExitStack() as stack:
             try:
-                part = await self._part(socket)
+                slice_ = await self._requested_slice(socket)
                 stack.enter_context(self._limit.link_of(network_of(_peer(socket))))
             except UprError as error:
                 response = _failure(error)
@@ -303,11 +305,12 @@ class _Link:
             stream = await accept_web_socket(receive, send)
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(self._end_when_refused, socket, nursery.cancel_scope)
-                await serve_link(stream, part, self._indexer.pool)
+                await serve_link(stream, slice_, self._indexer.pool)
                 nursery.cancel_scope.cancel()
 
     async def _check(self, socket: WebSocket) -> None:
-        """Checks who asks, and for what; see `_part` for the errors."""
+        """Checks the node that asks, and what it asks for. Raises the errors of
+        `_requested_slice`."""
         authorization = socket.headers.get("authorization", "")
         await self._access.check_node(authorization, _peer(socket))
         membership = self._indexer.membership
@@ -331,7 +334,7 @@ class _Link:
                 log.warning("a node's link ends", reason=str(error))
                 scope.cancel()
 
-    async def _part(self, socket: WebSocket) -> ReplicatedSlice:
+    async def _requested_slice(self, socket: WebSocket) -> ReplicatedSlice:
         """The slice that is asked for.
 
         Raises:
@@ -343,9 +346,9 @@ class _Link:
         if "origin" in socket.headers:
             raise NotAllowedError("links are for nodes of the indexer, not for pages of a browser")
         await self._check(socket)
-        part = self._indexer.holders[socket.path_params["index"]]
-        assert isinstance(part, ReplicatedSlice)
-        return part
+        slice_ = self._indexer.holders[socket.path_params["index"]]
+        assert isinstance(slice_, ReplicatedSlice)
+        return slice_
 
 
 def _peer(socket: WebSocket) -> str:
@@ -370,7 +373,7 @@ def application(indexer: Indexer, access: HttpAccess) -> Starlette:
     def route(
         method: str, path: str, needed_right: Right | None, handler: Callable[[Request], Any]
     ) -> Route:
-        return Route(path, _guarded(handler, access, needed_right), methods=[method])
+        return Route(path, _with_access_check(handler, access, needed_right), methods=[method])
 
     # A name with a slash has no index; it is refused with a sentence, as it matches a route.
     design, index = "/v1/designs/{design:path}", "/v1/indexes/{design}/{index:path}"

@@ -103,7 +103,7 @@ async def serve(config: IndexerConfig, on_listening: Callable[[str], None]) -> N
     it at once.
 
     Args:
-        config: What it is told.
+        config: The configuration.
         on_listening: Called with `http://HOST:PORT`, or `https://…`, once it answers.
 
     Raises:
@@ -124,7 +124,7 @@ async def _running(config: IndexerConfig) -> AsyncIterator[str]:
     certificates = None if files is None else Certificates(files)
     settings = config.settings()
     make_holder = None
-    if len(settings.kept) > 1:
+    if len(settings.kept_slices) > 1:
         make_holder = partial(
             WorkerProcess,
             config=msgspec.json.encode(config),

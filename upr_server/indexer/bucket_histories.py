@@ -59,7 +59,7 @@ class BucketHistories:
         """Checks what another node says of its bucket.
 
         Args:
-            statement: See `statement`.
+            statement: What the other node's `statement` returned.
             node: The name of this node, for the error.
 
         Raises:

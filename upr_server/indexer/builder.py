@@ -59,7 +59,8 @@ PAUSE_INTERVAL_S: Final = 1.0
 """The time between two pauses."""
 
 PAUSE_MUTATIONS: Final = 20_000
-"""It pauses only while the new indexes are no further behind: so much is caught up in that time."""
+"""The stream pauses only if the new indexes are at most so far behind: they catch up with so much
+in that time."""
 
 JOIN_INTERVAL_S: Final = 0.02
 """The shortest time between two looks at which partitions may join: a look at 1,024 of them takes
@@ -76,7 +77,7 @@ class IndexBuilder:
         members: The indexes, as members of `pipeline`. The running pipeline gets a member for the
             file of each, which takes the partitions that have joined.
         stream: The running indexes' stream.
-        running: Its pipeline.
+        running_pipeline: Its pipeline.
         queues: How many queues its own pipeline has.
 
     Attributes:
@@ -91,20 +92,20 @@ class IndexBuilder:
         work: BlockingRunner,
         members: Iterable[PipelineMember],
         stream: IndexerStream,
-        running: Pipeline,
+        running_pipeline: Pipeline,
         queues: int,
     ) -> None:
         self._address = address
         self._pool = pool
         self._work = work
         self._stream = stream
-        self._running = running
+        self._running_pipeline = running_pipeline
         self.members = list(members)
         self._running_members = [attrs.evolve(member, partitions=set()) for member in self.members]
         self.pipeline = Pipeline(pool, work, self.members, queues)
         self._assembler = BatchAssembler(pool, self.pipeline.put, batch_bytes(pool))
-        self._joined: set[PartitionId] = set()
-        self._provisional: dict[PartitionId, Mark] = {}
+        self._joined_partitions: set[PartitionId] = set()
+        self._provisional_marks: dict[PartitionId, Mark] = {}
         self._partitions: list[PartitionId] = []
         self._scope = trio.CancelScope()
         self._stream_moved = Notifier()
@@ -116,7 +117,7 @@ class IndexBuilder:
             IndexFileError: An index cannot be written.
             UprError: The server refused.
         """
-        self._running.members += self._running_members
+        self._running_pipeline.members += self._running_members
         self._stream.listeners.append(self._on_batch)
         is_complete = False
         try:
@@ -135,21 +136,24 @@ class IndexBuilder:
             self._stream.listeners.remove(self._on_batch)
             self._assembler.drop_all()
             self.pipeline.abandon()
-            self._provisional.clear()
+            self._provisional_marks.clear()
             built_files = [member.file for member in self.members] if is_complete else []
             for running_member in self._running_members:
                 if running_member.file in built_files:
                     running_member.partitions = None
-                elif running_member in self._running.members:
-                    self._running.members.remove(running_member)
+                elif running_member in self._running_pipeline.members:
+                    self._running_pipeline.members.remove(running_member)
 
     def remove(self, member: PipelineMember) -> None:
         """Stops building an index. After the round under way nothing more is written to it."""
         self.members.remove(member)
         self.pipeline.members.remove(member)
         for running_member in self._running_members:
-            if running_member.file is member.file and running_member in self._running.members:
-                self._running.members.remove(running_member)
+            if (
+                running_member.file is member.file
+                and running_member in self._running_pipeline.members
+            ):
+                self._running_pipeline.members.remove(running_member)
 
     async def _prepare(self) -> None:
         """Learns the partitions. Builds a partition again if a crash has left the indexes in
@@ -169,7 +173,7 @@ class IndexBuilder:
     # The stream.
 
     async def _read_until_joined(self) -> None:
-        while self._remaining():
+        while self._unjoined_partitions():
             with trio.CancelScope() as self._scope:
                 try:
                     await self._read()
@@ -177,19 +181,19 @@ class IndexBuilder:
                     log.warning("server unreachable; retrying", error=str(error))
                     await trio.sleep(STREAM_RETRY_S)
 
-    def _remaining(self) -> list[PartitionId]:
+    def _unjoined_partitions(self) -> list[PartitionId]:
         """The partitions that have not joined, or have joined provisionally."""
         return [
             partition
             for partition in self._partitions
-            if partition not in self._joined or partition in self._provisional
+            if partition not in self._joined_partitions or partition in self._provisional_marks
         ]
 
     async def _read(self) -> None:
         # What came over an earlier connection and is not a batch yet comes again.
         self._assembler.drop_all()
         await self.pipeline.drain()
-        partitions = sorted(set(self._partitions) - self._joined)
+        partitions = sorted(set(self._partitions) - self._joined_partitions)
         if not partitions:
             # All have joined, and some provisionally: the running stream has yet to reach them.
             await trio.sleep_forever()
@@ -213,7 +217,7 @@ class IndexBuilder:
 
     def _handle(self, consumer: Consumer, event: Event) -> None:
         partition = getattr(event, "partition", None)
-        if partition is None or partition in self._joined:
+        if partition is None or partition in self._joined_partitions:
             return
         mark = Mark(consumer.position(partition))
         if isinstance(event, ChunkReceived):
@@ -232,7 +236,7 @@ class IndexBuilder:
     async def _keep_joining(self) -> None:
         while True:
             self._join()
-            if not self._remaining():
+            if not self._unjoined_partitions():
                 self._scope.cancel()
             with trio.move_on_after(PAUSE_INTERVAL_S):
                 # Either stream may have moved.
@@ -244,20 +248,20 @@ class IndexBuilder:
     def _join(self) -> None:
         if self._stream.is_rolling_back:
             return
-        reached = self._stream.reached_marks()
+        reached_marks = self._stream.reached_marks()
         for partition in self._partitions:
-            running = reached.get(partition, NO_MARK)
-            if partition in self._provisional:
-                self._check_provisional(partition, running)
-            if partition in self._joined or self.pipeline.is_queued(partition):
+            running_mark = reached_marks.get(partition, NO_MARK)
+            if partition in self._provisional_marks:
+                self._check_provisional(partition, running_mark)
+            if partition in self._joined_partitions or self.pipeline.is_queued(partition):
                 continue
             marks = self._marks(partition)
-            if all(_may_join(mark, running) for mark in marks):
-                self._joined.add(partition)
+            if all(_may_join(mark, running_mark) for mark in marks):
+                self._joined_partitions.add(partition)
                 self._assembler.drop_partition(partition)
-                furthest = max(marks, key=lambda mark: mark.seq, default=NO_MARK)
-                if furthest.seq > running.seq:
-                    self._provisional[partition] = furthest
+                furthest_mark = max(marks, key=lambda mark: mark.seq, default=NO_MARK)
+                if furthest_mark.seq > running_mark.seq:
+                    self._provisional_marks[partition] = furthest_mark
                 for running_member in self._running_members:
                     assert running_member.partitions is not None
                     running_member.partitions.add(partition)
@@ -265,25 +269,25 @@ class IndexBuilder:
     def _on_batch(self, batch: IndexBatch) -> None:
         """Takes notice of a batch that the running stream has put."""
         self._stream_moved.notify()
-        if batch.partition in self._provisional:
+        if batch.partition in self._provisional_marks:
             self._check_provisional(batch.partition, batch.mark, is_rollback=batch.is_rollback)
 
     def _check_provisional(
-        self, partition: PartitionId, running: Mark, *, is_rollback: bool = False
+        self, partition: PartitionId, running_mark: Mark, *, is_rollback: bool = False
     ) -> None:
         """Decides about a partition that has joined provisionally, now that the running stream is
         at `running`: it is begun again, has joined for good, or stays provisional."""
-        provisional = self._provisional[partition]
-        if is_rollback or running.history_id != provisional.history_id:
-            del self._provisional[partition]
-            self._joined.discard(partition)
+        provisional_mark = self._provisional_marks[partition]
+        if is_rollback or running_mark.history_id != provisional_mark.history_id:
+            del self._provisional_marks[partition]
+            self._joined_partitions.discard(partition)
             for running_member in self._running_members:
                 assert running_member.partitions is not None
                 running_member.partitions.discard(partition)
             self._begin_again(partition)
             self._scope.cancel()
-        elif running.seq >= provisional.seq:
-            del self._provisional[partition]
+        elif running_mark.seq >= provisional_mark.seq:
+            del self._provisional_marks[partition]
 
     async def _keep_pausing(self) -> None:
         while True:
@@ -301,17 +305,21 @@ class IndexBuilder:
         """How many sequence numbers the new indexes are behind the running ones, in partitions that
         have not joined. Each of these counts 1 at least."""
         behind = 0
-        reached = self._stream.reached_marks()
+        reached_marks = self._stream.reached_marks()
         for partition in self._partitions:
-            if partition not in self._joined:
+            if partition not in self._joined_partitions:
                 seq = min((mark.seq for mark in self._marks(partition)), default=SeqNo(0))
-                behind += max(1, reached.get(partition, NO_MARK).seq - seq)
+                behind += max(1, reached_marks.get(partition, NO_MARK).seq - seq)
         return behind
 
 
-def _may_join(mark: Mark, running: Mark) -> bool:
+def _may_join(mark: Mark, running_mark: Mark) -> bool:
     """Whether a partition that is at `mark` may follow a stream that is at `running`."""
-    return mark.seq >= running.seq and mark.is_settled and mark.history_id == running.history_id
+    return (
+        mark.seq >= running_mark.seq
+        and mark.is_settled
+        and mark.history_id == running_mark.history_id
+    )
 
 
 async def _wait_and_cancel(notifier: Notifier, scope: trio.CancelScope) -> None:

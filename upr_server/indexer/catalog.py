@@ -24,7 +24,7 @@ class DesignCatalog:
 
     Attributes:
         file: Where they are kept.
-        on_change: Called when they have changed; whoever keeps the indexes sets it.
+        on_change: Called when they have changed; the owner of the indexes sets it.
         failure: Empty: it always makes entries.
         has_payloads: True: a design document's text belongs to its entry.
         key_prefix: What the keys of design documents begin with.

@@ -192,7 +192,7 @@ class IndexerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         if membership is None:
             self._check_alone()
         workers = self.workers or _default_workers(pool_bytes)
-        slice_count = workers if membership is None else len(membership.kept)
+        slice_count = workers if membership is None else len(membership.kept_slices)
         # With several workers this process has none of the indexes, but merges answers.
         processes = 1 if slice_count == 1 else slice_count + 1
         if pool_bytes < POOL_BYTES_MIN * processes:

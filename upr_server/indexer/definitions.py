@@ -46,12 +46,12 @@ class NoIndexError(UprError):
     """No index has this name, or no design document."""
 
 
-class _Entries:
+class _DefinedEntries:
     """Makes the entries of an index, as its definition says.
 
     Args:
         extractor: Makes them.
-        check_cancelled: See `Index.pipeline_member`.
+        check_cancelled: Called before each document; raises if the round is cancelled.
 
     Attributes:
         has_payloads: Whether entries have included values.
@@ -73,7 +73,8 @@ class _Entries:
         return self._extractor.failure
 
     def single_entries(self, rows: DocumentRows) -> Sequence[bytes] | None:
-        """As `entries`, for documents that have one entry at most; None if they may have more."""
+        """The entry of each document, empty for a document without one; None if a document may have
+        several."""
         if not self._extractor.is_plain:
             return None
         entries: list[bytes] = []
@@ -129,7 +130,7 @@ class Index:
         """
         has_payloads = bool(self.definition.include)
         return PipelineMember(
-            self.file, _Entries(self.extractor, check_cancelled, has_payloads=has_payloads)
+            self.file, _DefinedEntries(self.extractor, check_cancelled, has_payloads=has_payloads)
         )
 
     @contextmanager
@@ -235,7 +236,7 @@ class Definitions:
         await self._redefined.wait_until(lambda: self._definitions is not None)
         assert self._definitions is not None
         paths = {self._path(*item): item for item in self._definitions.items()}
-        for path in await self._work(partial(_listed, self._folder)):
+        for path in await self._work(partial(_paths_in, self._folder)):
             if path in paths:
                 index = await self._make(*paths[path])
                 if index.file.is_built:
@@ -288,11 +289,11 @@ class Definitions:
         self._build_new(nursery)
 
     def _build_new(self, nursery: trio.Nursery) -> None:
-        building = {member.file for builder in self._builders for member in builder.members}
+        building_files = {member.file for builder in self._builders for member in builder.members}
         members = [
             index.pipeline_member()
             for index in self._indexes.values()
-            if not index.file.is_built and index.file not in building
+            if not index.file.is_built and index.file not in building_files
         ]
         if members:
             builder = IndexBuilder(
@@ -344,7 +345,7 @@ def index_path(folder: Path, name: IndexName, definition: IndexDefinition) -> Pa
     return folder / _INDEXES / fingerprint(name, definition)
 
 
-def _listed(folder: Path) -> list[Path]:
+def _paths_in(folder: Path) -> list[Path]:
     return sorted(folder.iterdir()) if folder.exists() else []
 
 

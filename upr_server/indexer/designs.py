@@ -52,7 +52,7 @@ class Designs:
         # The slices that have begun to run and have yet to be told of definitions.
         self._new_slices: set[int] = set()
         self._overlay = DesignOverlay(self.wait_until_current, self._redefine)
-        self._announcements = Announcements(address, consumer, self._streamed, self._overlay)
+        self._announcements = Announcements(address, consumer, self._streamed_texts, self._overlay)
         self._definitions: dict[IndexName, IndexDefinition] = {}
         self._is_known = False
         self._was_whole = False
@@ -80,8 +80,8 @@ class Designs:
             SliceMissingError: Not every slice has said which there are.
         """
         if not self._is_known:
-            silent = (h for h in self._holders if h.slice_id.index not in self._reports)
-            holder = next(silent, self._holders[0])
+            silent_holders = (h for h in self._holders if h.slice_id.index not in self._reports)
+            holder = next(silent_holders, self._holders[0])
             raise SliceMissingError(holder.title, "has yet to say which indexes there are")
 
     def find(self, name: IndexName) -> IndexDefinition:
@@ -116,7 +116,7 @@ class Designs:
         Args:
             name: Its name.
             text: The document.
-            address: The bucket, with the credentials of who asked for it; None for the indexer's.
+            address: The bucket, with the user's credentials; None for the indexer's.
 
         Raises:
             DefinitionError: The text is not a design document; nothing was written.
@@ -132,7 +132,7 @@ class Designs:
 
         Args:
             name: Its name.
-            address: As for `create`.
+            address: The bucket, with the user's credentials; None for the indexer's.
 
         Raises:
             NoIndexError: No design document has this name.
@@ -198,7 +198,7 @@ class Designs:
         self._is_redefined = True
         self._redefined.notify()
 
-    def _streamed(self) -> dict[str, bytes]:
+    def _streamed_texts(self) -> dict[str, bytes]:
         """The design documents that the streams have brought."""
         texts: dict[str, bytes] = {}
         for report in self._reports.values():
@@ -207,8 +207,8 @@ class Designs:
 
     async def _reconcile(self, nursery: trio.Nursery) -> None:
         # The overlay first: what has left it by then is in the catalogs.
-        announced = self._overlay.texts
-        texts = {**self._streamed(), **announced}
+        announced_texts = self._overlay.texts
+        texts = {**self._streamed_texts(), **announced_texts}
         # While a partition is streamed again from its beginning, a catalog lacks design documents
         # that are still there. So an index is dropped for its absence from the catalogs only once a
         # barrier after the last rollback has come back. The overlay needs no such care: it was read
@@ -221,7 +221,8 @@ class Designs:
         merged_definitions = {
             name: definition
             for name, definition in self._definitions.items()
-            if definitions.get(name) == definition or not (is_whole or name.design in announced)
+            if definitions.get(name) == definition
+            or not (is_whole or name.design in announced_texts)
         }
         for name, definition in definitions.items():
             merged_definitions.setdefault(name, definition)
@@ -255,10 +256,10 @@ def _parse_all(
     mistakes: dict[str, str] = {}
     for design, text in texts.items():
         try:
-            parsed = parse_design(design, text)
+            design_document = parse_design(design, text)
         except UprError as error:
             mistakes[design] = str(error)
             continue
-        for index, definition in parsed.indexes.items():
+        for index, definition in design_document.indexes.items():
             definitions[IndexName(design, index)] = definition
     return definitions, mistakes

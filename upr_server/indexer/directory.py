@@ -78,7 +78,7 @@ async def remove_other_slices(data_dir: Path, own_slices: Collection[SliceId]) -
 
     Args:
         data_dir: Where the slices are kept.
-        own_slices: Those that stay.
+        own_slices: The slices that stay.
 
     Raises:
         FolderInUseError: A worker of an indexer that was killed still uses one.

@@ -136,7 +136,7 @@ class RoundChanges:
         batches: The batches, each partition's in order.
 
     Attributes:
-        batches: The same, but each partition's batches of one history are one batch.
+        batches: The batches, with those of one partition and one history joined into one.
     """
 
     def __init__(self, batches: Sequence[IndexBatch]) -> None:

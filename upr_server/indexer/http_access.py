@@ -29,7 +29,8 @@ from upr_server.runtime import FailedLogIns, network_of
 log = structlog.get_logger(__name__)
 
 VERDICT_S: Final = 1.0
-"""How long a verdict counts: whoever loses a right at the server loses it here within a second."""
+"""How long a verdict counts: a user who loses a right at the server loses it here within a
+second."""
 
 AWAY_S: Final = 300.0
 """How long a verdict counts after the server's answer while the server is away. A right that is
@@ -164,8 +165,8 @@ class HttpAccess:
         return self._address_of(credentials)
 
     async def check_node(self, authorization: str, peer: str) -> None:
-        """Checks whether who asks may link to a slice, as another node of the indexer: it needs the
-        rights `READ` and `INDEX`. Unlike `check`, this asks the server whether it has `INDEX`.
+        """Checks whether another node of the indexer may link to a slice: its user needs the rights
+        `READ` and `INDEX`. Unlike `check`, this asks the server whether it has `INDEX`.
         While the server is away, or hangs, a node that had it goes on for `AWAY_S` at most.
 
         Args:
@@ -284,17 +285,17 @@ class HttpAccess:
         digest = self._digest(credentials)
         while (verdict := self._younger_than(VERDICT_S, digest)) is None:
             last_verdict = self._younger_than(AWAY_S, digest)
-            question = self._questions.get(digest)
-            if last_verdict is not None and (question is not None or self._is_away()):
+            open_question = self._questions.get(digest)
+            if last_verdict is not None and (open_question is not None or self._is_away()):
                 return last_verdict
-            if question is None:
-                return await self._question(digest, credentials, host)
-            await question.wait()
+            if open_question is None:
+                return await self._ask_once(digest, credentials, host)
+            await open_question.wait()
         return verdict
 
-    async def _question(self, digest: bytes, credentials: Credentials, host: str) -> _Verdict:
+    async def _ask_once(self, digest: bytes, credentials: Credentials, host: str) -> _Verdict:
         """Asks the server; meanwhile nobody else asks the same."""
-        over = self._questions[digest] = trio.Event()
+        is_over = self._questions[digest] = trio.Event()
         try:
             is_known = self._younger_than(AWAY_S, digest) is not None
             async with self._renewal_slots if is_known else self._new_turns.turn(host):
@@ -307,7 +308,7 @@ class HttpAccess:
                 return await self._answer(digest, credentials, host, last_verdict)
         finally:
             del self._questions[digest]
-            over.set()
+            is_over.set()
 
     async def _answer(
         self, digest: bytes, credentials: Credentials, host: str, last_verdict: _Verdict | None
@@ -365,9 +366,9 @@ class HttpAccess:
     def _check_limits(self, host: str) -> None:
         now = trio.current_time()
         # The last place is for a host that has not failed.
-        spared = int(self._failures_of_hosts.has_failed(host, now))
+        reserved_attempts = int(self._failures_of_hosts.has_failed(host, now))
         if self._failures_of_hosts.is_limited(host, now) or self._failures.is_limited(
-            "", now, spared
+            "", now, reserved_attempts
         ):
             raise TooManyLogInsError(
                 f"too many attempts to log in have failed, from {host} or from all together; wait "

@@ -54,7 +54,7 @@ _LENGTH: Final = Struct(">H")
 _MARK: Final = b"m"
 _MARKS_END: Final = b"n"
 _UNSETTLED: Final = b"u"
-_JOINED: Final = b"j"
+_BUILT: Final = b"j"
 _OPENING: Final = b"o"
 _BUCKET: Final = b"b"
 _FORMAT: Final = b"v"
@@ -194,7 +194,7 @@ class IndexFile:
         self.marks: dict[PartitionId, Mark] = {}
         self.opening = secrets.token_hex(8)
         self._is_closed = False
-        with _translated(path):
+        with _errors_of_index(path):
             path.mkdir(parents=True, exist_ok=True)
             self._env = lmdb.open(
                 str(path),
@@ -223,7 +223,7 @@ class IndexFile:
                 transaction.put(_BUCKET, bucket.encode(), db=self._meta)
                 transaction.put(_FORMAT, _FORMAT_VERSION, db=self._meta)
             transaction.put(_OPENING, self.opening.encode(), db=self._meta)
-            self._joined = transaction.get(_JOINED, db=self._meta) is not None
+            self._is_built = transaction.get(_BUILT, db=self._meta) is not None
             self.failure = transaction.get(_FAILURE, b"", db=self._meta).decode()
             for key, value in _between(transaction, self._meta, _MARK, _MARKS_END):
                 partition = PartitionId(_PARTITION.unpack(key[1:])[0])
@@ -231,7 +231,7 @@ class IndexFile:
 
     @contextmanager
     def _write(self) -> Iterator[lmdb.Transaction[bytes]]:
-        with _translated(self.path), self._env.begin(write=True) as transaction:
+        with _errors_of_index(self.path), self._env.begin(write=True) as transaction:
             yield transaction
 
     def mark(self, partition: PartitionId) -> Mark:
@@ -243,15 +243,15 @@ class IndexFile:
     @property
     def is_built(self) -> bool:
         """Whether the index is complete, and follows the running indexes' stream."""
-        return self._joined
+        return self._is_built
 
     def mark_built(self) -> None:
         """Makes it one of the running indexes."""
         if self._is_closed:
             return
         with self._write() as transaction:
-            transaction.put(_JOINED, b"", db=self._meta)
-        self._joined = True
+            transaction.put(_BUILT, b"", db=self._meta)
+        self._is_built = True
 
     def apply_changes(self, changes: RoundChanges, source: EntrySource) -> int:
         """Brings the index as far as a round's batches reach, in one commit.
@@ -303,18 +303,18 @@ class IndexFile:
     def _put_marks(
         self, transaction: lmdb.Transaction[bytes], marks: Mapping[PartitionId, Mark]
     ) -> None:
-        unsettled = _unsettled_count(transaction, self._meta)
+        unsettled_count = _unsettled_count(transaction, self._meta)
         for partition, mark in marks.items():
-            unsettled += self.mark(partition).is_settled - mark.is_settled
+            unsettled_count += self.mark(partition).is_settled - mark.is_settled
             data = mark.encode(self._bucket, partition)
             transaction.put(_MARK + _PARTITION.pack(partition), data, db=self._meta)
-        transaction.put(_UNSETTLED, _COUNT.pack(unsettled), db=self._meta)
+        transaction.put(_UNSETTLED, _COUNT.pack(unsettled_count), db=self._meta)
 
     def sync(self) -> None:
         """Makes what was committed survive a crash of the machine."""
         if self._is_closed:
             return
-        with _translated(self.path):
+        with _errors_of_index(self.path):
             self._env.sync(True)
 
     # Reading.
@@ -329,7 +329,7 @@ class IndexFile:
             NotSettledError: A partition is not.
             IndexFileError: It cannot be read.
         """
-        with _translated(self.path):
+        with _errors_of_index(self.path):
             view = IndexView(self._env, self._main, self._meta)
         if settled and view.unsettled_count():
             view.close()
@@ -338,7 +338,7 @@ class IndexFile:
 
     def payloads(self) -> dict[bytes, bytes]:
         """All entries with their payloads."""
-        with _translated(self.path), self._env.begin() as transaction:
+        with _errors_of_index(self.path), self._env.begin() as transaction:
             return dict(_between(transaction, self._main, b"", END_OF_KEYS))
 
     def entry_count(self) -> int:
@@ -372,12 +372,14 @@ class IndexFile:
             main = {entry for entry, _ in _between(transaction, self._main, b"", END_OF_KEYS)}
             back = dict(_between(transaction, self._back, b"", END_OF_KEYS))
             assert sorted(main) == sorted(
-                entry for packed in back.values() for entry in _unpacked(packed)
+                entry for packed in back.values() for entry in _unpack_entries(packed)
             )
             for key, packed in back.items():
-                assert all(entry.endswith(key[_PARTITION.size :]) for entry in _unpacked(packed))
-            unsettled = sum(not mark.is_settled for mark in self.marks.values())
-            assert view.unsettled_count() == unsettled
+                assert all(
+                    entry.endswith(key[_PARTITION.size :]) for entry in _unpack_entries(packed)
+                )
+            unsettled_count = sum(not mark.is_settled for mark in self.marks.values())
+            assert view.unsettled_count() == unsettled_count
             for partition, (history_id, seq) in view.timestamps().items():
                 assert (self.mark(partition).history_id, self.mark(partition).seq) == (
                     history_id,
@@ -397,7 +399,7 @@ class IndexFileToRead:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        with _translated(path), ExitStack() as undo:
+        with _errors_of_index(path), ExitStack() as undo:
             self._env = lmdb.open(
                 str(path), map_size=FILE_BYTES_MAX, max_dbs=3, readonly=True, create=False
             )
@@ -412,7 +414,7 @@ class IndexFileToRead:
         Raises:
             IndexFileError: It cannot be read.
         """
-        with _translated(self._path):
+        with _errors_of_index(self._path):
             return IndexView(self._env, self._main, self._meta)
 
     def close(self) -> None:
@@ -467,7 +469,7 @@ class IndexView:
         """Reads up to `limit` entries.
 
         Args:
-            selection: Which ones.
+            selection: Which entries.
             limit: How many at most.
             bytes_max: The result ends before the entry that would exceed so many bytes in all, as
                 `entries_bytes` counts them; it has one entry at least.
@@ -481,7 +483,7 @@ class IndexView:
         payloads: list[bytes] = []
         ended_by: EndedBy = "ranges"
         nbytes = included_read = 0
-        with _translated(self._path), transaction.cursor(self._main) as cursor:
+        with _errors_of_index(self._path), transaction.cursor(self._main) as cursor:
             reader = EntryReader(cursor)
             for entry in reader.select(selection):
                 if len(entries) == limit:
@@ -514,7 +516,7 @@ class IndexView:
         distinct beginnings O(beginnings * log), of the whole index O(1); the rest O(log)."""
         ascending = attrs.evolve(selection, descending=False)
         descending = attrs.evolve(selection, descending=True)
-        with _translated(self._path), self._transaction.cursor(self._main) as cursor:
+        with _errors_of_index(self._path), self._transaction.cursor(self._main) as cursor:
             reader = EntryReader(cursor)
             entry_count = None
             if count and ascending == EntrySelection():
@@ -540,21 +542,21 @@ class IndexView:
 
     def is_built(self) -> bool:
         """Whether the index is complete. O(1)."""
-        with _translated(self._path):
-            return self._transaction.get(_JOINED, db=self._meta) is not None
+        with _errors_of_index(self._path):
+            return self._transaction.get(_BUILT, db=self._meta) is not None
 
     def unsettled_count(self) -> int:
         """How many partitions are between two states that the server had. O(1)."""
-        with _translated(self._path):
+        with _errors_of_index(self._path):
             return _unsettled_count(self._transaction, self._meta)
 
     def _value(self, key: bytes) -> bytes:
-        with _translated(self._path):
+        with _errors_of_index(self._path):
             return self._transaction.get(key, b"", db=self._meta)
 
     def timestamps(self) -> Timestamps:
         """How far each partition is. O(partitions)."""
-        with _translated(self._path):
+        with _errors_of_index(self._path):
             return {
                 PartitionId(_PARTITION.unpack(key[1:])[0]): decode_timestamp(value)
                 for key, value in _between(self._transaction, self._meta, _MARK, _MARKS_END)
@@ -581,7 +583,7 @@ def _write_in_part(trees: _Trees, batches: Sequence[IndexBatch], first_seqs: Seq
     for batch, first_seq in zip(batches, first_seqs, strict=True):
         if batch.clears_partition:
             changed += trees.write(newest.take())
-            changed += trees.forget(back_prefix(batch.partition))
+            changed += trees.remove_partition(back_prefix(batch.partition))
         newest.add(batch, first_seq)
     return changed + trees.write(newest.take())
 
@@ -639,10 +641,10 @@ class _Trees:
         new_entries, payload = (
             self._source.entries(change) if change.value is not None else ((), b"")
         )
-        new_packed = _packed(new_entries)
+        new_packed = _pack_entries(new_entries)
         previous_entries = new_entries
         if new_packed != old_packed:
-            previous_entries = _unpacked(old_packed)
+            previous_entries = _unpack_entries(old_packed)
             difference.put_back(back_key, new_packed)
             difference.removed_entries += set(previous_entries).difference(new_entries)
         elif not self._source.has_payloads:
@@ -654,18 +656,20 @@ class _Trees:
             and self._transaction.get(previous_entries[0], b"", db=self._main) != payload
         ):
             previous_entries = ()
-        same = set(previous_entries)
-        added_entries = [(entry, payload) for entry in new_entries if entry not in same]
+        unchanged_entries = set(previous_entries)
+        added_entries = [
+            (entry, payload) for entry in new_entries if entry not in unchanged_entries
+        ]
         difference.added_entries += added_entries
         difference.changed += bool(added_entries) or new_packed != old_packed
 
-    def forget(self, prefix: bytes) -> int:
+    def remove_partition(self, prefix: bytes) -> int:
         """Removes all entries of a partition. O(its entries)."""
         count = 0
         with self._transaction.cursor(self._back) as cursor:
             has_key = cursor.set_range(prefix)
             while has_key and cursor.key().startswith(prefix):
-                for entry in _unpacked(cursor.value()):
+                for entry in _unpack_entries(cursor.value()):
                     self._transaction.delete(entry, db=self._main)
                 count += 1
                 # A deletion moves the cursor to the next key.
@@ -706,22 +710,22 @@ class _Difference:
         pack = _LENGTH.pack
         packed_entries = [entry and pack(len(entry)) + entry for entry in entries]
         if not old_packed:
-            differing = [
+            changed_rows = [
                 row for row in zip(back_keys, packed_entries, entries, strict=True) if row[2]
             ]
         else:
-            old = old_packed.get
-            differing = [
+            get_old_packed = old_packed.get
+            changed_rows = [
                 row
                 for row in zip(back_keys, packed_entries, entries, strict=True)
-                if row[1] != old(row[0], b"")
+                if row[1] != get_old_packed(row[0], b"")
             ]
-            removed = [old_packed[row[0]] for row in differing if row[0] in old_packed]
+            removed = [old_packed[row[0]] for row in changed_rows if row[0] in old_packed]
             self.removed_entries += [packed[_LENGTH.size :] for packed in removed]
-        self.changed += len(differing)
-        self._new_back_entries += [row[:2] for row in differing if row[2]]
-        self._removed_back_keys += [row[0] for row in differing if not row[2]]
-        self.added_entries += [(row[2], b"") for row in differing if row[2]]
+        self.changed += len(changed_rows)
+        self._new_back_entries += [row[:2] for row in changed_rows if row[2]]
+        self._removed_back_keys += [row[0] for row in changed_rows if not row[2]]
+        self.added_entries += [(row[2], b"") for row in changed_rows if row[2]]
 
     def write(self, transaction: lmdb.Transaction[bytes], main: _Tree, back: _Tree) -> None:
         """Changes the trees. O(n log n)."""
@@ -737,12 +741,12 @@ class _Difference:
             cursor.putmulti(self._new_back_entries)
 
 
-def _packed(entries: Sequence[bytes]) -> bytes:
+def _pack_entries(entries: Sequence[bytes]) -> bytes:
     """A document's entries as the back tree has them."""
     return b"".join([_LENGTH.pack(len(entry)) + entry for entry in entries])
 
 
-def _unpacked(data: bytes) -> Sequence[bytes]:
+def _unpack_entries(data: bytes) -> Sequence[bytes]:
     """The reverse of `_packed`."""
     entries = []
     offset = 0
@@ -764,9 +768,12 @@ def _mark_after(previous: Mark, batch: IndexBatch) -> Mark:
         # What it had of that snapshot came again, up to the stream's number: it goes back there.
         return Mark(mark.position, max(previous.settles_at, previous.seq))
     # The index is still ahead of the stream, in the history that the stream is in now.
-    ahead = previous.position
+    index_position = previous.position
     position = Position(
-        mark.position.log, ahead.last_complete, ahead.highest_received, ahead.partial
+        mark.position.log,
+        index_position.last_complete,
+        index_position.highest_received,
+        index_position.partial,
     )
     return Mark(position, previous.settles_at)
 
@@ -782,7 +789,7 @@ def _between(
 
 
 @contextmanager
-def _translated(path: Path) -> Iterator[None]:
+def _errors_of_index(path: Path) -> Iterator[None]:
     """Turns LMDB's errors into ours."""
     try:
         yield

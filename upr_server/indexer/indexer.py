@@ -59,10 +59,10 @@ class IndexerSettings:
     membership: Membership | None = None
 
     @property
-    def kept(self) -> list[SliceId]:
+    def kept_slices(self) -> list[SliceId]:
         """The slices that are kept here."""
         if self.membership is not None:
-            return self.membership.kept
+            return self.membership.kept_slices
         return [SliceId(index, self.slices) for index in range(self.slices)]
 
     def slice_settings(self) -> SliceSettings:
@@ -143,7 +143,7 @@ class Indexer:
             nursery.start_soon(self.designs.run)
 
     async def stop(self) -> None:
-        """Has every slice apply what it has read."""
+        """Tells every slice to apply what it has read."""
         async with trio.open_nursery() as nursery:
             for holder in self.holders:
                 nursery.start_soon(holder.stop)
@@ -203,7 +203,7 @@ async def running_indexer(
         UprError: The server refused.
     """
     with locked_folder(settings.data_dir), ExitStack() as files:
-        await remove_other_slices(settings.data_dir, settings.kept)
+        await remove_other_slices(settings.data_dir, settings.kept_slices)
         pool = MemoryPool(settings.pool_bytes)
         if make_holder is None:
             make_holder = partial(
@@ -213,7 +213,7 @@ async def running_indexer(
                 work=work or worker_thread(),
             )
         own_holders: dict[SliceId, SliceHolder] = {}
-        for slice_id in settings.kept:
+        for slice_id in settings.kept_slices:
             own_holders[slice_id] = make_holder(slice_id)
             files.callback(own_holders[slice_id].close)
         holders = [

@@ -66,7 +66,7 @@ class Membership:
         return self.node_map.nodes[self.place]
 
     @property
-    def kept(self) -> list[SliceId]:
+    def kept_slices(self) -> list[SliceId]:
         """The slices that this node keeps."""
         count = self.node_map.slices
         return [SliceId(index, count) for index in self.node_map.kept_by(self.place)]
@@ -93,7 +93,7 @@ class Membership:
 
         Args:
             index: A slice.
-            fingerprint: That of the other node's map.
+            fingerprint: The fingerprint of the other node's map.
             statement: What it says of its bucket; see `BucketHistories.statement`.
 
         Raises:
@@ -166,7 +166,7 @@ class NodeSettings(Protocol):
 
     @property
     def tls_key(self) -> str:
-        """Its key."""
+        """The key of this node's certificate."""
 
     @property
     def tls_version_min(self) -> str:

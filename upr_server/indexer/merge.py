@@ -59,8 +59,8 @@ def merged_entries(
         payloads = [payload for _, payload in pairs]
     else:
         # Each answer is in order, so that sorting is merging.
-        every = chain.from_iterable(answer.entries for answer in answers)
-        entries = sorted(set(every) if distinct else every, reverse=descending)
+        all_entries = chain.from_iterable(answer.entries for answer in answers)
+        entries = sorted(set(all_entries) if distinct else all_entries, reverse=descending)
     end = min(len(entries), limit)
     if bound is not None:
         # A binary search would need another one for the other direction.
@@ -69,7 +69,7 @@ def merged_entries(
             ended_by = "limit"
     elif end < len(entries):
         ended_by = "limit"
-    return ScanResult(entries[:end], payloads[:end], ended_by, _reading(answers))
+    return ScanResult(entries[:end], payloads[:end], ended_by, _total_read_counts(answers))
 
 
 def merged_summary(answers: Sequence[SliceAnswer], *, counts: bool) -> EntrySummary:
@@ -77,17 +77,17 @@ def merged_summary(answers: Sequence[SliceAnswer], *, counts: bool) -> EntrySumm
     slices may have the same."""
     return EntrySummary(
         sum(answer.count or 0 for answer in answers) if counts else None,
-        min(_existing(answer.lowest for answer in answers), default=None),
-        max(_existing(answer.highest for answer in answers), default=None),
-        _reading(answers),
+        min(_without_none(answer.lowest for answer in answers), default=None),
+        max(_without_none(answer.highest for answer in answers), default=None),
+        _total_read_counts(answers),
     )
 
 
-def _existing(entries: Iterable[bytes | None]) -> Iterable[bytes]:
+def _without_none(entries: Iterable[bytes | None]) -> Iterable[bytes]:
     return (entry for entry in entries if entry is not None)
 
 
-def _reading(answers: Iterable[SliceAnswer]) -> ReadCounts:
+def _total_read_counts(answers: Iterable[SliceAnswer]) -> ReadCounts:
     return sum(
         (
             ReadCounts(answer.searches, answer.entries_read, answer.included_read)

@@ -100,7 +100,7 @@ class Moment:
             MomentGoneError: It was given up.
         """
         if self.is_gone:
-            raise gone(self.token)
+            raise moment_gone_error(self.token)
 
     def is_over(self) -> bool:
         """Whether it has been held for too long, or costs too much of the disk. O(1)."""
@@ -116,7 +116,7 @@ class Moment:
                 self._view.close()
 
 
-def gone(token: str) -> MomentGoneError:
+def moment_gone_error(token: str) -> MomentGoneError:
     """The error for a moment that is not held."""
     return MomentGoneError(
         f"the moment {token!r} is not held: it was released, or not asked for in time, the index "
@@ -174,7 +174,7 @@ class Moments:
         """
         moment = self._moments.get(token)
         if moment is None or (file is not None and moment.file is not file):
-            raise gone(token)
+            raise moment_gone_error(token)
         return moment
 
     def release(self, moment: Moment) -> None:

@@ -49,7 +49,7 @@ def replicated_slice(
 
     Args:
         membership: The nodes.
-        slice_id: Which one.
+        slice_id: The slice.
         own_holder: The copy of this node; None if it keeps none.
     """
     copies: dict[int, tuple[str, SliceHolder]] = {}

@@ -207,7 +207,7 @@ class Query(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
                 _EncodedRange(max(range_.low, remainder.low), min(range_.high, remainder.high))
                 for range_ in ranges
             ]
-        return _disjoint(ranges)
+        return _merge_ranges(ranges)
 
     def _remainder(self, part_count: int) -> _EncodedRange:
         """What comes behind the continuation."""
@@ -230,9 +230,9 @@ class Query(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     def required_writes(self) -> RequiredWrites:
         """The changes that must be in the index, the newest of each partition."""
         newest: dict[PartitionId, tuple[HistoryId, SeqNo]] = {}
-        for result in self.written:
-            partition, seq = PartitionId(result.partition), SeqNo(result.seq)
-            history_id = HistoryId(int(result.history_id, 16))
+        for write in self.written:
+            partition, seq = PartitionId(write.partition), SeqNo(write.seq)
+            history_id = HistoryId(int(write.history_id, 16))
             if partition in newest and newest[partition][0] != history_id:
                 raise QueryError("written", f"partition {partition} is named in two histories")
             if partition not in newest or newest[partition][1] < seq:
@@ -270,13 +270,13 @@ def _encoded_range(place: str, bounds: Query | Range, part_count: int) -> _Encod
         low = high = Bound(bounds.prefix)
     range_ = _EncodedRange()
     if low is not None and low.key:
-        data = _encoded(low_place, low.key, part_count)
+        data = _encode_key(low_place, low.key, part_count)
         meaning = RangeEnd(low.key, low.inclusive)
         range_ = attrs.evolve(
             range_, low=_End(data if low.inclusive else end_of_prefix(data), meaning)
         )
     if high is not None and high.key:
-        data = _encoded(high_place, high.key, part_count)
+        data = _encode_key(high_place, high.key, part_count)
         meaning = RangeEnd(high.key, high.inclusive)
         range_ = attrs.evolve(
             range_, high=_End(end_of_prefix(data) if high.inclusive else data, meaning)
@@ -284,18 +284,18 @@ def _encoded_range(place: str, bounds: Query | Range, part_count: int) -> _Encod
     return range_
 
 
-def _disjoint(ranges: Iterable[_EncodedRange]) -> list[_EncodedRange]:
-    """The same keys in ranges that do not meet, the lowest first."""
-    disjoint: list[_EncodedRange] = []
+def _merge_ranges(ranges: Iterable[_EncodedRange]) -> list[_EncodedRange]:
+    """Joins ranges that overlap or touch. Returns them from the lowest to the highest."""
+    merged_ranges: list[_EncodedRange] = []
     for range_ in sorted(ranges, key=lambda range_: range_.low):
         if range_.low >= range_.high:
             continue
-        if disjoint and range_.low <= disjoint[-1].high:
-            high = max(disjoint[-1].high, range_.high)
-            disjoint[-1] = _EncodedRange(disjoint[-1].low, high)
+        if merged_ranges and range_.low <= merged_ranges[-1].high:
+            high = max(merged_ranges[-1].high, range_.high)
+            merged_ranges[-1] = _EncodedRange(merged_ranges[-1].low, high)
         else:
-            disjoint.append(range_)
-    return disjoint
+            merged_ranges.append(range_)
+    return merged_ranges
 
 
 def _too_many_parts(count: int, part_count: int) -> str:
@@ -310,7 +310,7 @@ def readable_key(key: bytes) -> tuple[str, str]:
         return base64.b64encode(key).decode(), "base64"
 
 
-def _encoded(place: str, parts: list[Any], part_count: int) -> bytes:
+def _encode_key(place: str, parts: list[Any], part_count: int) -> bytes:
     if len(parts) > part_count:
         raise QueryError(place, _too_many_parts(len(parts), part_count))
     try:

@@ -38,7 +38,7 @@ class RemoteSlice(LinkedSlice):
     decides itself.
 
     Args:
-        slice_id: Which one.
+        slice_id: The slice.
         node: The other node's URL.
         open_link: Opens a stream to that slice there.
     """

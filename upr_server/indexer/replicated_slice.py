@@ -16,7 +16,7 @@ from upr_protocol.errors import UprError
 from upr_protocol.ids import PartitionId, SeqNo
 from upr_server.indexer.definitions import NoIndexError
 from upr_server.indexer.freshness import WriteLostError
-from upr_server.indexer.moments import MomentGoneError, gone
+from upr_server.indexer.moments import MomentGoneError, moment_gone_error
 from upr_server.indexer.pool import OverloadedError
 from upr_server.indexer.pure.definition import IndexDefinition, IndexName
 from upr_server.indexer.query import QueryError
@@ -108,7 +108,7 @@ class ReplicatedSlice:
     it lacks none.
 
     Args:
-        slice_id: Which one.
+        slice_id: The slice.
         copies: By the place of each node in the list: its URL, and what has its copy. In the order
             of the list.
         own_index: The place of this node.
@@ -122,8 +122,8 @@ class ReplicatedSlice:
         self, slice_id: SliceId, copies: Mapping[int, tuple[str, SliceHolder]], own_index: int
     ) -> None:
         self.slice_id = slice_id
-        every = [_Copy(place, url, holder) for place, (url, holder) in copies.items()]
-        self._copies = sorted(every, key=lambda copy: copy.place != own_index)
+        all_copies = [_Copy(place, url, holder) for place, (url, holder) in copies.items()]
+        self._copies = sorted(all_copies, key=lambda copy: copy.place != own_index)
         self.own_copy = copies[own_index][1] if own_index in copies else None
         self._source: _Copy | None = None
         self._observer: SliceObserver | None = None
@@ -177,7 +177,7 @@ class ReplicatedSlice:
 
     @contextmanager
     def observed_by(self, observer: SliceObserver) -> Iterator[None]:
-        """Has another node hear of the own copy for as long as the context."""
+        """Reports the own copy to another node for as long as the context."""
         self._other_nodes.add(observer)
         try:
             for copy in self._copies:
@@ -203,17 +203,23 @@ class ReplicatedSlice:
         copy.report = report
         for observer in self._observers_of(copy):
             observer.catalog_read(self.slice_id.index, report)
-        if not self._is_source_changed() and copy is self._source:
+        if not self._replace_silent_source() and copy is self._source:
             self._observer.catalog_read(self.slice_id.index, report)
 
-    def _is_source_changed(self) -> bool:
-        """Makes another copy the source if that does not answer; whether it did."""
+    def _replace_silent_source(self) -> bool:
+        """Makes another copy the source if the source does not answer.
+
+        Returns:
+            Whether it did.
+        """
         source = self._source
         if source is not None and not source.is_silent:
             return False
-        with_report = [copy for copy in self._copies if copy.report is not None]
-        answering = [copy for copy in with_report if not copy.is_silent]
-        chosen_copy = next(iter([*answering, *([source] if source else []), *with_report]), None)
+        copies_with_report = [copy for copy in self._copies if copy.report is not None]
+        answering_copies = [copy for copy in copies_with_report if not copy.is_silent]
+        chosen_copy = next(
+            iter([*answering_copies, *([source] if source else []), *copies_with_report]), None
+        )
         if chosen_copy is None or chosen_copy is source:
             return False
         assert self._observer is not None
@@ -228,15 +234,16 @@ class ReplicatedSlice:
         before was not passed on."""
         while True:
             await trio.sleep(SILENT_S)
-            self._is_source_changed()
+            self._replace_silent_source()
 
     async def confirm(self) -> int:
-        """See `SliceHolder.confirm`.
+        """Waits until the source's catalog has all that was acknowledged before the call. Returns
+        the count of rollbacks; `SliceHolder.confirm` says what it is for.
 
         Raises:
             SliceMissingError: No copy answers; or another copy has become the source meanwhile.
         """
-        self._is_source_changed()
+        self._replace_silent_source()
         source = self._source
         if source is None:
             await trio.lowlevel.checkpoint()
@@ -251,7 +258,7 @@ class ReplicatedSlice:
 
     # Questions.
 
-    def _in_order(self) -> list[_Copy]:
+    def _copies_in_order(self) -> list[_Copy]:
         """The copies, in the order in which they are asked."""
         return sorted(self._copies, key=lambda copy: copy.is_silent)
 
@@ -286,10 +293,10 @@ class ReplicatedSlice:
             copy, token = self._copy_of(scan.query.moment)
             query = msgspec.structs.replace(scan.query, moment=token)
             scan = msgspec.structs.replace(scan, query=query)
-            return await self._of_moment(copy, partial(self._scan, copy, scan))
+            return await self._answer_for_moment(copy, partial(self._scan, copy, scan))
         deadline = trio.current_time() + scan.query.timeout_s
         failures: list[tuple[_Copy, UprError]] = []
-        for copy in self._in_order():
+        for copy in self._copies_in_order():
             left_s = max(0.0, deadline - trio.current_time()) if failures else scan.query.timeout_s
             query = msgspec.structs.replace(scan.query, timeout_s=left_s)
             own_scan = msgspec.structs.replace(scan, query=query)
@@ -309,7 +316,7 @@ class ReplicatedSlice:
         return msgspec.structs.replace(answer, moment=token)
 
     def _failure(self, failures: Sequence[tuple[_Copy, UprError]]) -> UprError:
-        """What is told where no copy can answer."""
+        """The error if no copy can answer."""
         errors = [error for _, error in failures]
         for kind in (IndexFailedError, OverloadedError):
             for error in errors:
@@ -327,9 +334,9 @@ class ReplicatedSlice:
         for copy in self._copies:
             if str(copy.place) == place and token:
                 return copy, token
-        raise gone(moment)
+        raise moment_gone_error(moment)
 
-    async def _of_moment(self, copy: _Copy, ask: Callable[[], Awaitable[T]]) -> T:
+    async def _answer_for_moment(self, copy: _Copy, ask: Callable[[], Awaitable[T]]) -> T:
         try:
             return await self._answer_of(copy, ask)
         except SliceMissingError as error:
@@ -346,7 +353,7 @@ class ReplicatedSlice:
         """
         await trio.lowlevel.checkpoint()
         copy, own_token = self._copy_of(token)
-        await self._of_moment(copy, partial(copy.holder.release, own_token))
+        await self._answer_for_moment(copy, partial(copy.holder.release, own_token))
 
     async def status(
         self, name: IndexName, definition: IndexDefinition, newest_seqs: Mapping[PartitionId, SeqNo]
@@ -367,8 +374,10 @@ class ReplicatedSlice:
         async with trio.open_nursery() as nursery:
             for copy in self._copies:
                 nursery.start_soon(ask, copy)
-        in_order = [statuses[copy] for copy in self._copies]
-        best = min(in_order, key=lambda status: (_BEST_FIRST.index(status.state), status.behind))
+        ordered_statuses = [statuses[copy] for copy in self._copies]
+        best_status = min(
+            ordered_statuses, key=lambda status: (_BEST_FIRST.index(status.state), status.behind)
+        )
         replicas = [
             ReplicaStatus(
                 node=copy.url,
@@ -379,7 +388,7 @@ class ReplicatedSlice:
             )
             for copy in sorted(self._copies, key=lambda copy: copy.place)
         ]
-        return msgspec.structs.replace(best, replicas=replicas)
+        return msgspec.structs.replace(best_status, replicas=replicas)
 
     async def ping(self) -> None:
         """Waits until a copy answers."""
@@ -395,7 +404,7 @@ class ReplicatedSlice:
 
     async def _first_answer(self, ask: Callable[[SliceHolder], Awaitable[T]]) -> T:
         failures: list[tuple[_Copy, UprError]] = []
-        for copy in self._in_order():
+        for copy in self._copies_in_order():
             try:
                 return await self._answer_of(copy, partial(ask, copy.holder))
             except UprError as error:

@@ -15,7 +15,7 @@ from upr_server.indexer.answer import ScanAnswer
 from upr_server.indexer.definitions import NoIndexError
 from upr_server.indexer.designs import Designs
 from upr_server.indexer.merge import TOKEN_SEPARATOR, MergedScan
-from upr_server.indexer.moments import MomentGoneError, gone
+from upr_server.indexer.moments import MomentGoneError, moment_gone_error
 from upr_server.indexer.pool import ANSWER_BYTES_MAX, SCAN_OVERHEAD_BYTES, MemoryPool
 from upr_server.indexer.pure.definition import IndexDefinition, IndexName
 from upr_server.indexer.query import Query
@@ -117,7 +117,7 @@ class Scanner:
             except SliceMissingError as error:
                 return SliceStatus(slice=holder.slice_id.index, state="missing", failure=str(error))
 
-        slices = await _gathered([partial(ask, holder) for holder in self._holders])
+        slices = await _call_all([partial(ask, holder) for holder in self._holders])
         return IndexStatus(
             name=str(name),
             state=min((status.state for status in slices), key=_STATES.index),
@@ -161,7 +161,7 @@ class Scanner:
             try:
                 yield answer
             except BaseException:
-                # Whoever asked does not know of it.
+                # The client does not know of the moment.
                 if answer.moment and not query.moment:
                     with trio.move_on_after(UNDO_S, shield=True), suppress(UprError):
                         await self.release(answer.moment)
@@ -183,7 +183,7 @@ class Scanner:
                 return error
             return None
 
-        errors = await _gathered(
+        errors = await _call_all(
             [
                 partial(release, holder, part)
                 for holder, part in zip(self._holders, self._tokens(token), strict=True)
@@ -197,22 +197,22 @@ class Scanner:
         """The names of a moment in each slice; empty ones for no moment."""
         tokens = token.split(TOKEN_SEPARATOR) if token else [""] * len(self._holders)
         if len(tokens) != len(self._holders):
-            raise gone(token)
+            raise moment_gone_error(token)
         return tokens
 
     async def _answer(
         self, name: IndexName, definition: IndexDefinition, query: Query
     ) -> ScanAnswer:
-        merged = MergedScan(name, definition, query, len(self._holders))
+        merged_scan = MergedScan(name, definition, query, len(self._holders))
         try:
-            while not merged.is_complete:
-                merged.add(await self._ask(name, definition, merged.query))
+            while not merged_scan.is_complete:
+                merged_scan.add(await self._ask(name, definition, merged_scan.query))
         finally:
-            if merged.view_token_to_release:
+            if merged_scan.view_token_to_release:
                 # A moment that is not released expires.
                 with trio.move_on_after(UNDO_S, shield=True), suppress(UprError):
-                    await self.release(merged.view_token_to_release)
-        return merged.answer()
+                    await self.release(merged_scan.view_token_to_release)
+        return merged_scan.answer()
 
     async def _ask(
         self, name: IndexName, definition: IndexDefinition, query: Query
@@ -234,7 +234,7 @@ class Scanner:
 
         is_answered = False
         try:
-            answers = await _gathered(
+            answers = await _call_all(
                 [
                     partial(ask, holder, moment)
                     for holder, moment in zip(self._holders, moments, strict=True)
@@ -254,7 +254,7 @@ class Scanner:
         return answers
 
 
-async def _gathered(calls: Sequence[Callable[[], Awaitable[T]]]) -> list[T]:
+async def _call_all(calls: Sequence[Callable[[], Awaitable[T]]]) -> list[T]:
     """What each call gives, all made at once.
 
     Raises:

@@ -58,13 +58,13 @@ class Slice:
     """A slice of the indexes, in this process.
 
     Args:
-        slice_id: Which one.
+        slice_id: The slice.
         settings: How it works.
         pool: The memory pool of this process.
         work: Where indexes are written.
 
     Attributes:
-        slice_id: Which one it is.
+        slice_id: The slice.
         heard_at: `inf`: it always answers.
         catalog: The design documents that the stream has brought.
         pipeline: The running indexes' queues.

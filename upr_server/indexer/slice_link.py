@@ -84,7 +84,7 @@ class LinkedSlice(ABC):
     """Holds a slice that is at the other end of a stream; see `SliceHolder`.
 
     Args:
-        slice_id: Which one.
+        slice_id: The slice.
 
     Attributes:
         slice_id: The slice.
@@ -263,7 +263,8 @@ class LinkedSlice(ABC):
         await self._ask(Ping())
 
     async def confirm(self) -> int:
-        """See `SliceHolder.confirm`."""
+        """Waits until the catalog has all that was acknowledged before the call. Returns the count
+        of rollbacks; `SliceHolder.confirm` says what it is for."""
         return self._decoded(await self._ask(AskConfirm()), int)
 
     async def scan(self, scan: SliceScan) -> SliceAnswer:

@@ -113,8 +113,8 @@ class SliceServer:
                 failure = ErrorMessage("UprError", f"the indexer failed: {error!r}")
                 self._frames.queue_message(NumberedAnswer(number, failure=failure))
         if scope.cancelled_caught:
-            # Who asked keeps the question until it is answered. If the answer was put before, it
-            # comes first, and counts.
+            # The other side keeps the question until it is answered. If the answer was put before,
+            # it comes first, and counts.
             self._frames.queue_message(
                 NumberedAnswer(number, failure=ErrorMessage("UprError", "cancelled"))
             )

@@ -52,7 +52,7 @@ class SliceId:
         return partition % self.count == self.index
 
     def partitions(self, partition_count: int) -> list[PartitionId]:
-        """Its partitions, of a bucket with so many."""
+        """The partitions of the slice, if the bucket has so many."""
         return [
             PartitionId(partition) for partition in range(self.index, partition_count, self.count)
         ]
@@ -143,7 +143,7 @@ class ReplicaStatus(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
 
     Attributes:
         node: The node that has it, as its URL.
-        state: As for a slice.
+        state: The state of the copy; the states are those of `SliceStatus`.
         entries: How many entries it has.
         behind: How many of the server's sequence numbers it lacks, by the server's last answer.
         failure: Why it was left out, or does not answer; empty otherwise.
@@ -194,7 +194,7 @@ class SliceObserver(Protocol):
 
 
 class SliceHolder(Protocol):
-    """Has a slice: in this process, or in another.
+    """Keeps a slice, in this process or in another.
 
     Each question raises `SliceMissingError` if the slice does not answer.
 

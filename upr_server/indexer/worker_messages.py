@@ -267,7 +267,7 @@ class MessageStream:
         self._was_put = Notifier()
 
     def queue_message(self, message: ToWorker | FromWorker | FromNode) -> trio.Event:
-        """Has a message sent; gives an event that is set when it is."""
+        """Queues a message. Returns an event that is set when the message is sent."""
         data, is_sent = self._encoder.encode(message), trio.Event()
         self._outbox.append((_LENGTH.pack(len(data)) + data, is_sent))
         self._outbox_bytes += _LENGTH.size + len(data)
@@ -275,8 +275,11 @@ class MessageStream:
         return is_sent
 
     def withdraw_message(self, is_sent: trio.Event) -> None:
-        """Has a message not sent whose sending has not begun, by what `queue_message` gave.
-        O(messages)."""
+        """Removes a message from the queue, if its sending has not begun. O(messages).
+
+        Args:
+            is_sent: The event that `queue_message` returned.
+        """
         for entry in self._outbox:
             if entry[1] is is_sent:
                 self._outbox.remove(entry)

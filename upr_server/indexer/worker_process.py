@@ -76,7 +76,7 @@ class WorkerProcess(LinkedSlice):
     """Holds a slice in a process of its own. One that hangs is killed.
 
     Args:
-        slice_id: Which one.
+        slice_id: The slice.
         config: The indexer's configuration, as JSON.
         pool_bytes: The worker's memory pool.
         start_worker: Starts a worker for as long as a context, and gives the stream to it.
@@ -131,7 +131,7 @@ class WorkerProcess(LinkedSlice):
             await trio.sleep(pause_s)
 
     async def stop(self) -> None:
-        """Has the worker apply what it has read, and end."""
+        """Tells the worker to apply what it has read, and to end."""
         self._is_stopping = True
         with suppress(SliceMissingError):
             await self._ask(AskStop())

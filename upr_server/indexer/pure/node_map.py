@@ -46,7 +46,7 @@ class NodeMap(msgspec.Struct, frozen=True):
         return (index for index in range(self.slices) if node in self.holders(index))
 
     def fingerprint(self, bucket: str) -> str:
-        """The same at two nodes if they have the same map, follow buckets of the same name, and
-        have the same version of the messages."""
+        """A hash that two nodes share if they have the same map, follow buckets of the same name,
+        and have the same version of the messages."""
         text = json.dumps([LINK_VERSION, bucket, self.nodes, self.slices, self.replicas])
         return hashlib.sha256(text.encode()).hexdigest()[:16]

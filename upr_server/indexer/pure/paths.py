@@ -46,7 +46,7 @@ def plain_lookup(tree: Mapping[str, Any]) -> Lookup | None:
 
 
 def column_lookup(tree: Mapping[str, Any]) -> ColumnLookup | None:
-    """As `plain_lookup`, for many documents at once."""
+    """Looks an expression up in many documents at once; None if `plain_lookup` cannot."""
     path = _path(tree)
     if path is not None:
         return partial(_look_up_column, path)
