@@ -79,7 +79,7 @@ REPLICATE: Final = frozenset({Right.REPLICATE})
 OPERATE: Final = frozenset({Right.OPERATE})
 SECURE: Final = frozenset({Right.SECURE})
 USE: Final = EVERY_RIGHT - {Right.SECURE}
-"""Whoever has any of these on a bucket may know that it is there, and how far it has come."""
+"""A client with any of these on a bucket may know that it is there, and how far it has come."""
 
 ANY_BUCKET: Final = "*"
 """In the place of a bucket's name: whichever. No bucket has this name."""
@@ -185,8 +185,8 @@ class Access:
 
     def own_writer(self, writer: bytes) -> bytes:
         """A writer's ID as the partitions know it: writers of two users are two, whatever they call
-        themselves. Else whoever knows the ID of another's writer, which may be a hash of a name,
-        would be told what that was answered, and could have its batches taken for repeated. O(1).
+        themselves. Otherwise a client that knows the ID of another's writer, which may be a hash of
+        a name, would get that writer's answers, and could make its batches count as repeated. O(1).
 
         Args:
             writer: 16 bytes; zeros for none, which stay so.
@@ -202,8 +202,8 @@ class Access:
         return own_writer
 
     def own_writers(self, writers: bytes) -> bytes:
-        """The same of several, one behind the other; zeros are none, and stay so. O(writers), O(1)
-        where nobody logged in."""
+        """`own_writer` of several IDs, one behind the other; zeros are none, and stay so.
+        O(writers), O(1) where nobody logged in."""
         if self.user_name is None:
             return writers
         each_writer = (
@@ -215,7 +215,11 @@ class Access:
         """Notes in the audit log that the client logged in, or tried to."""
         if self._audit_log is not None:
             self._audit_log.note(
-                "log-in", user=_cut(name), peer=self._peer, mechanism=mechanism, allowed=is_allowed
+                "log-in",
+                user=_shorten(name),
+                peer=self._peer,
+                mechanism=mechanism,
+                allowed=is_allowed,
             )
 
     def note_limited(self, host: str) -> None:
@@ -224,7 +228,7 @@ class Access:
             self._audit_log.note("log-in limited", host=host)
 
     def note_told_users(self, message: GetUsers) -> None:
-        """Notes in the audit log that the client is told what proves who the users are."""
+        """Notes in the audit log that the client gets the users with their verifiers."""
         self._note(message, SERVER, is_allowed=True)
 
     def _note(self, message: Message, bucket: str, *, is_allowed: bool) -> None:
@@ -234,7 +238,7 @@ class Access:
                 user=self.user_name,
                 peer=self._peer,
                 request=type(message).__name__,
-                bucket=_cut(bucket),
+                bucket=_shorten(bucket),
                 allowed=is_allowed,
                 detail=_detail(message, is_allowed=is_allowed),
             )
@@ -283,9 +287,9 @@ class Access:
             ServerError: `NOT_ALLOWED`: the client may not read one of them.
         """
         if Right.READ not in self.rights.on_all_keys:
-            forbidden = first_key_outside(message.keys, self.rights.read_prefixes)
-            if forbidden is not None:
-                raise self._refusal(message, READ, self._bucket_name, forbidden)
+            forbidden_key = first_key_outside(message.keys, self.rights.read_prefixes)
+            if forbidden_key is not None:
+                raise self._refusal(message, READ, self._bucket_name, forbidden_key)
 
     def check_changed_keys(self, message: Mutate) -> None:
         """Checks the keys of a bundle, whose columns are in order: design documents define indexes.
@@ -300,15 +304,17 @@ class Access:
         if Right.WRITE in bucket_rights:
             # Nearly all bundles have no such bytes anywhere.
             may_have_designs = DESIGN_PREFIX in chunk.key_bytes.tobytes()
-            forbidden = next(filter(_is_design, chunk.keys()), None) if may_have_designs else None
+            forbidden_key = (
+                next(filter(_is_design, chunk.keys()), None) if may_have_designs else None
+            )
         else:
             keys: Iterable[bytes] = chunk.keys()
             if Right.INDEX in bucket_rights:
                 keys = filterfalse(_is_design, keys)
-            forbidden = first_key_outside(keys, self.rights.write_prefixes)
-        if forbidden is not None:
-            needed_rights = INDEX if _is_design(forbidden) else WRITE
-            raise self._refusal(message, needed_rights, self._bucket_name, forbidden)
+            forbidden_key = first_key_outside(keys, self.rights.write_prefixes)
+        if forbidden_key is not None:
+            needed_rights = INDEX if _is_design(forbidden_key) else WRITE
+            raise self._refusal(message, needed_rights, self._bucket_name, forbidden_key)
 
     def _refusal(
         self, message: Message, needed_rights: Rights, bucket: str, key: bytes | None = None
@@ -336,7 +342,7 @@ def _is_design(key: bytes) -> bool:
     return key.startswith(DESIGN_PREFIX)
 
 
-def _cut(text: str) -> str:
+def _shorten(text: str) -> str:
     """The text, or its beginning if it is long."""
     if len(text) <= AUDITED_CHARACTERS_MAX:
         return text
@@ -350,9 +356,9 @@ def _detail(message: Message, *, is_allowed: bool) -> str:
         try:
             change = user_change_from_json(message.change)
         except UsersError as error:
-            return _cut(str(error))
-        return repr(change) if is_allowed else _cut(f"{type(change).__name__} {change.name}")
-    return _cut(message.address) if isinstance(message, Join) else ""
+            return _shorten(str(error))
+        return repr(change) if is_allowed else _shorten(f"{type(change).__name__} {change.name}")
+    return _shorten(message.address) if isinstance(message, Join) else ""
 
 
 def _of_map(message: SetMap) -> tuple[Rights, str]:
@@ -363,7 +369,7 @@ def _of_map(message: SetMap) -> tuple[Rights, str]:
 
 
 OF_SOME_KEYS: Final = frozenset({Open, GetMap, Get, Mutate, Seqnos, SeqnosAt, Await})
-"""For these a right on some keys of the bucket is enough. Whoever has one may know how far the
+"""For these a right on some keys of the bucket is enough. A client with one may know how far the
 bucket has come; the keys of `Get` and `Mutate` are looked at, too. All others are about all
 keys."""
 
@@ -397,7 +403,7 @@ NEEDED: Final[Mapping[type[Message], Need]] = {
     # Without a bucket it asks for the node's name, which every map tells.
     GetMap: lambda message: (USE, message.bucket or None),
     SetMap: _of_map,
-    # Whoever names the node that the map comes from says what is in it.
+    # A client that names the node of the map decides what is in the map.
     Join: lambda message: (OPERATE, message.bucket),
     # These are about the whole cluster.
     ListUsers: lambda _: (SECURE, SERVER),

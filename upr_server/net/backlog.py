@@ -28,7 +28,7 @@ as may wait there may have been begun before: a peer that takes nothing has at m
 waiting, each of 1 MiB (`GET_REPLY_BYTES`) or one larger value."""
 
 QUEUED_BYTES_MAX: Final = 1024 * 1024
-"""The same in bytes of requests, which the bucket's quota does not count, and whose credit is
+"""Bytes of requests that may wait, which the bucket's quota does not count, and whose credit is
 granted again when they come. The request that exceeds it is still queued."""
 
 
@@ -111,6 +111,6 @@ class ConnectionBacklog:
         self._being_written_bytes = nbytes
 
     def end_write(self) -> None:
-        """It has been written."""
+        """The answers have been written."""
         self._being_written_bytes = 0
         self._progressed.notify()

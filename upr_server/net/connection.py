@@ -93,7 +93,7 @@ class AcceptedConnection:
     Attributes:
         session: The session.
         context: The requests, and how they are answered.
-        peer: See above.
+        peer: The other end's address.
     """
 
     def __init__(

@@ -26,7 +26,7 @@ _TOP_UP_FRACTION: Final = 4
 """Credit is topped up once a quarter of it was spent: one message then serves for many batches."""
 
 _ENOUGH_BYTES: Final = CREDIT_BYTES_MAX - CREDIT_BYTES_MAX // _TOP_UP_FRACTION
-"""Whoever has more left gets nothing now, whatever its share is."""
+"""A publisher with more credit left gets nothing now, whatever its share is."""
 
 
 class CreditShares:
@@ -47,7 +47,7 @@ class CreditShares:
         self._publishers: defaultdict[Bucket, dict[str | None, set[PublisherCredit]]] = defaultdict(
             dict
         )
-        """Those of each bucket, by user."""
+        """The publishers of each bucket, by user."""
         self._refused_publishers: dict[PublisherCredit, None] = {}
         upkeep.call_after_step(self._top_up_refused)
 

@@ -131,7 +131,7 @@ class WaitingClient(Protocol):
         """Ends the connection after the server failed to carry out a request of this kind."""
 
     def wake(self) -> None:
-        """Has what was sent written."""
+        """Wakes the writer, which writes what was sent."""
 
 
 class ProgressSource(Protocol):

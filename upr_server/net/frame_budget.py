@@ -30,10 +30,10 @@ FRAME_BYTES_PER_S_MIN: Final = 16 * 1024
 """The slowest rate at which a frame may arrive: that of a bad mobile network."""
 
 SHORT_TIMEOUT_S: Final = 0.5
-"""The same while memory is short: longer than a lost packet takes to be sent again."""
+"""`FRAME_TIMEOUT_S` while memory is short: longer than a lost packet takes to be sent again."""
 
 SHORT_BYTES_PER_S_MIN: Final = 1024 * 1024
-"""The same while memory is short: the largest frame then has about half a minute."""
+"""The slowest rate while memory is short: the largest frame then has about half a minute."""
 
 STEP_BYTES: Final = 4 * 1024 * 1024
 """What one step gives up: to return a MiB to the system takes 0.3 to 1 ms."""
@@ -53,11 +53,11 @@ class UnfinishedFrame:
     Args:
         budget: The budget.
         address: The peer's address, without its port.
-        drop: Ends the connection, and releases what it holds; is told why.
+        drop: Ends the connection, and releases what it holds. Called with the reason.
 
     Attributes:
-        address: See above.
-        drop: See above.
+        address: The peer's address, without its port.
+        drop: Ends the connection.
         nbytes: Bytes of memory that the connection holds; 0 between frames.
     """
 
@@ -158,7 +158,7 @@ class FrameBudget:
         self._limit = limit
         self._hard_limit = int(limit * _HARD_FACTOR)
         self._frames: dict[UnfinishedFrame, None] = {}
-        """Those that hold something, in the order in which they began."""
+        """The frames that hold memory, in the order in which they began."""
         self._count_by_address: Counter[str] = Counter()
         self._is_exceeded = Notifier()
         """Notified when the limit, or the limit times `_HARD_FACTOR`, begins to be exceeded."""

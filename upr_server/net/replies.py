@@ -72,40 +72,40 @@ def call_when_durable(
     if target.reached_seq(partition) >= seq:
         call(True, True)
         return
-    waiting_call = _Waiting(call)
+    durable_call = _DurableCall(call)
     if target.persists:
-        waiting_call.conditions += 1
-        flusher.call_when_persisted(partition, seq, waiting_call.persisted)
-    waiting_call.conditions += 1
+        durable_call.conditions += 1
+        flusher.call_when_persisted(partition, seq, durable_call.note_persisted)
+    durable_call.conditions += 1
     partition.replicas.call_when_reached(
         seq,
         target.copies,
         persisted=target.persists,
         deadline=target.deadline,
-        call=waiting_call.replicated,
+        call=durable_call.note_replicated,
     )
     # Either may have been met at once, and the call must not be made before both were asked for:
     # that is the one condition more that it began with.
-    waiting_call.met()
+    durable_call.note_condition_met()
 
 
 @attrs.define
-class _Waiting:
+class _DurableCall:
     call: Callable[[bool, bool], None]
     conditions: int = 1
     """Conditions that are not met yet."""
     is_on_disk: bool = True
     is_replicated: bool = True
 
-    def persisted(self, is_met: bool) -> None:
+    def note_persisted(self, is_met: bool) -> None:
         self.is_on_disk = is_met
-        self.met()
+        self.note_condition_met()
 
-    def replicated(self, is_met: bool) -> None:
+    def note_replicated(self, is_met: bool) -> None:
         self.is_replicated = is_met
-        self.met()
+        self.note_condition_met()
 
-    def met(self) -> None:
+    def note_condition_met(self) -> None:
         self.conditions -= 1
         if not self.conditions:
             self.call(self.is_on_disk, self.is_replicated)
@@ -121,7 +121,7 @@ class OrderedReply(ABC):
         partitions: The partitions that it is about.
 
     Attributes:
-        partitions: See above.
+        partitions: The partitions that it is about.
         is_complete: Whether it can be sent, once those before it were.
         earlier_count: How many replies it waits for, one a partition that it shares with one.
         later: The replies that wait for it, as often.

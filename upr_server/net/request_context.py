@@ -115,7 +115,7 @@ class RequestContext:
         """Requests that are answered one after the other; the first is being answered. Each with
         about what it takes."""
         self._streams_to_open: deque[tuple[Message, ReplyTask]] = deque()
-        """The same, of streams that wait for the end of a change."""
+        """Requests for streams that wait for the end of a change."""
 
     # The connection's side.
 
@@ -225,7 +225,7 @@ class RequestContext:
     # Answering.
 
     def wake(self) -> None:
-        """Has what was sent written."""
+        """Wakes the writer, which writes what was sent."""
         self._wake()
 
     def send(self, message: Message) -> None:
@@ -272,7 +272,7 @@ class RequestContext:
         self.fail_in(type(request))
 
     def fail_in(self, kind: type[Message]) -> None:
-        """The same, for a request of this kind."""
+        """Ends the connection after the server failed to carry out a request of this kind."""
         self._session.fail(
             Status.INTERNAL, f"internal error in {kind.__name__}; the server's log has the cause"
         )
@@ -318,8 +318,8 @@ class RequestContext:
         self.start_task(partial(self._run_reply_task, request, answer))
 
     def reply_in_order(self, request: Message, answer: ReplyTask, nbytes: int = 0) -> None:
-        """The same, once the requests given to this method before are answered. They count as
-        queued: while there are too many, nothing more is read.
+        """Runs `answer` as a task, once the requests given to this method before are answered. They
+        count as queued: while there are too many, nothing more is read.
 
         Args:
             request: The request.

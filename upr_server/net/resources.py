@@ -35,7 +35,7 @@ from upr_server.runtime import AuditLog, TurnTimer, YoungObjects
 from upr_server.user_store import UserStore
 
 REPLICATION_TIMEOUT_S: Final = 30.0
-"""Long enough for a replica that is being started again; then the publisher is told what is so."""
+"""Long enough for a replica that is being started again; then the publisher gets an answer."""
 
 
 class PartitionMapProvider(Protocol):

@@ -40,7 +40,7 @@ STREAM_BYTES: Final = 1300
 """What an idle connection takes, and each of its streams, about."""
 
 REFUSALS_MAX: Final = 100
-"""Connections beyond the limit that are told so at a time; the others are just closed."""
+"""Connections beyond the limit that get an error at a time; the others are just closed."""
 
 log = structlog.get_logger(__name__)
 
@@ -66,7 +66,7 @@ class ConnectionServer:
     Attributes:
         connections: The connections that are open.
         resources: What they share.
-        handlers: See above.
+        handlers: How requests are answered, by their kind.
     """
 
     def __init__(

@@ -38,7 +38,7 @@ class Writable(Protocol):
     """A connection, as this module sees it."""
 
     def wake_writer(self) -> None:
-        """Has its writer write what there is to send."""
+        """Wakes its writer, which writes what there is to send."""
 
     def flush_now(self, now: float) -> int:
         """Writes what its socket takes of it at the time `now`; its writer writes the rest. Returns

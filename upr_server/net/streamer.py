@@ -34,8 +34,8 @@ BATCH_BYTES: Final = 1024 * 1024
 small enough that answers to requests do not wait behind it."""
 
 DISK_BATCH_BYTES: Final = 256 * 1024
-"""The same for chunks that were read from disk. Each connection has its own copy of them, so this
-bounds the memory of a connection."""
+"""`BATCH_BYTES` for chunks that were read from disk. Each connection has its own copy of them, so
+this bounds the memory of a connection."""
 
 ITEM_BYTES: Final = 8 * 1024
 """What it costs to put an item into the session, as bytes beside its own: 20 µs and more, as a
@@ -76,7 +76,7 @@ class _Stream:
 
 
 @attrs.frozen
-class _Refusal:
+class _StreamRefusal:
     """Why there is no stream; `seq` is the rollback's ceiling, or how far the server is."""
 
     status: Status
@@ -84,48 +84,50 @@ class _Refusal:
     seq: SeqNo = SeqNo(0)
 
 
-def _decide(disk: BucketDisk, partition: Partition, request: Stream) -> Start | _Refusal:
+def _decide(disk: BucketDisk, partition: Partition, request: Stream) -> Start | _StreamRefusal:
     """Where a stream starts, or why there is none."""
     if request.state is PartitionState.DEAD:
-        return _Refusal(
+        return _StreamRefusal(
             Status.BAD_ARGUMENT,
             "a dead partition is not streamed; ask for an active one or a replica",
         )
     if request.state is PartitionState.PENDING and not request.with_answers:
-        return _Refusal(
+        return _StreamRefusal(
             Status.BAD_ARGUMENT,
             "a pending partition is streamed to replicas only; ask for an active one",
         )
     if request.key_prefix and request.with_answers:
-        return _Refusal(Status.BAD_ARGUMENT, "a replica streams all keys; leave out the key prefix")
+        return _StreamRefusal(
+            Status.BAD_ARGUMENT, "a replica streams all keys; leave out the key prefix"
+        )
     if len(request.key_prefix) > KEY_BYTES_MAX:
-        return _Refusal(
+        return _StreamRefusal(
             Status.BAD_ARGUMENT,
             f"a key prefix has at most {KEY_BYTES_MAX} bytes, not {len(request.key_prefix)}",
         )
     if partition.damage and not request.with_answers:
         # A replica asks again: it follows other partitions, too.
-        return _Refusal(Status.DAMAGED, f"its copy here is damaged: {partition.damage}")
+        return _StreamRefusal(Status.DAMAGED, f"its copy here is damaged: {partition.damage}")
     if partition.state is not request.state:
         is_dead = partition.state is PartitionState.DEAD
-        return _Refusal(
+        return _StreamRefusal(
             Status.NOT_MY_PARTITION if is_dead else Status.WRONG_STATE,
             f"the partition is {partition.state.name.lower()} here",
         )
     if not partition.failover_log.entries:
-        return _Refusal(Status.SEQ_TOO_HIGH, "this replica has not heard of its active yet")
+        return _StreamRefusal(Status.SEQ_TOO_HIGH, "this replica has not heard of its active yet")
     # Within a lease no deletion was forgotten, wherever in it the client goes on.
     purge_seq = SeqNo(0) if request.lease_id else partition.purge_seq
     decision = decide_start(partition.failover_log, partition.high_seq, purge_seq, request.position)
     if isinstance(decision, Retry):
-        return _Refusal(Status.SEQ_TOO_HIGH, decision.reason.value, partition.high_seq)
+        return _StreamRefusal(Status.SEQ_TOO_HIGH, decision.reason.value, partition.high_seq)
     if isinstance(decision, RollBack):
-        return _Refusal(Status.ROLLBACK, decision.reason.value, decision.ceiling)
+        return _StreamRefusal(Status.ROLLBACK, decision.reason.value, decision.ceiling)
     if request.lease_id:
         try:
             disk.leases.check_range(request.lease_id, partition.id, decision.seq, request.end_seq)
         except ServerError as error:
-            return _Refusal(error.status, error.sentence, decision.seq)
+            return _StreamRefusal(error.status, error.sentence, decision.seq)
     return decision
 
 
@@ -181,7 +183,7 @@ class Streamer:
     ) -> None:
         """Answers `request` for `partition`: opens a stream, or says why not."""
         decision = _decide(disk, partition, request)
-        if isinstance(decision, _Refusal):
+        if isinstance(decision, _StreamRefusal):
             status, reason = decision.status, decision.reason
         else:
             status, reason = Status.OK, decision.reason.value
@@ -196,7 +198,7 @@ class Streamer:
                 status=status,
             )
         )
-        if isinstance(decision, _Refusal):
+        if isinstance(decision, _StreamRefusal):
             return
         # A client that was cut inside a snapshot is at no end before that is over, whatever number
         # it has: older values may be missing of keys that changed again further on in it.

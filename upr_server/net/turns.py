@@ -11,7 +11,7 @@ TURN_READ_BYTES: Final = 2 * 1024 * 1024
 millisecond."""
 
 TURN_WRITE_BYTES: Final = 4 * 1024 * 1024
-"""The same for writes, of which a MiB takes half as long."""
+"""Bytes after which no large write begins in the same turn. A MiB takes half as long to write."""
 
 WRITE_LANES: Final = 3
 """Writers that have their turn together: what they write comes to `TURN_WRITE_BYTES`."""
@@ -30,7 +30,7 @@ TURN_CONNECTIONS: Final = 16
 wait: at some 100 µs each, 2 ms."""
 
 CONNECTION_LANES: Final = 16
-"""Those of them that have their turn together."""
+"""Such connections that have their turn together."""
 
 
 class TurnCounter(Protocol):

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from itertools import count
 from typing import Final
 
 from upr_protocol.errors import ServerError, Status
@@ -17,7 +16,7 @@ from upr_protocol.users import NO_LIMITS, USERS_MAX, Limits
 from upr_server.user_store import UserStore
 
 BURST_S: Final = 0.25
-"""Whoever had not used a limit of bytes may exceed it by what it allows in so long a time."""
+"""A user who has been idle may exceed a limit of bytes by what it allows in so long a time."""
 
 DEBT_MAX_S: Final = 60.0
 """Nobody waits longer for bytes that were read or written before, however many they were."""
@@ -62,8 +61,8 @@ class UserUsage:
         self._read_rate, self._written_rate = ByteRate(), ByteRate()
         self._leases: dict[tuple[str, int], float] = {}
         """By bucket and lease that the user has acquired or renewed here, when it lapses."""
-        self._unknown_ids = count(-1, -1)
-        """For leases whose IDs were drawn, and not heard of."""
+        self._unnamed_leases: list[float] = []
+        """When those leases lapse that the user may have acquired, and whose IDs are not known."""
         self._acquiring = 0
 
     @property
@@ -117,8 +116,10 @@ class UserUsage:
             ServerError: `LIMIT_REACHED`: there are too many.
         """
         self._leases = {lease: end for lease, end in self._leases.items() if end > now}
+        self._unnamed_leases = [end for end in self._unnamed_leases if end > now]
         if (bucket, lease_id) not in self._leases:
-            self._check("leases", len(self._leases) + self._acquiring, self.limits.leases)
+            lease_count = len(self._leases) + len(self._unnamed_leases) + self._acquiring
+            self._check("leases", lease_count, self.limits.leases)
         self._acquiring += 1
         try:
             yield
@@ -126,12 +127,16 @@ class UserUsage:
             self._acquiring -= 1
 
     def note_lease(self, bucket: str, lease_id: int, lapses_at: float) -> None:
-        """The user has acquired or renewed a lease; or released it, if it lapses at 0. The ID is 0
-        for a lease that may be there, and whose ID is not known."""
-        if not lapses_at:
-            self._leases.pop((bucket, lease_id), None)
+        """The user has acquired or renewed a lease. The ID is 0 for a lease that may be there, and
+        whose ID is not known."""
+        if lease_id:
+            self._leases[bucket, lease_id] = lapses_at
         else:
-            self._leases[bucket, lease_id or next(self._unknown_ids)] = lapses_at
+            self._unnamed_leases.append(lapses_at)
+
+    def forget_lease(self, bucket: str, lease_id: int) -> None:
+        """The user has released a lease."""
+        self._leases.pop((bucket, lease_id), None)
 
     def pause_after_reading(self, nbytes: int, now: float) -> float:
         """Counts bytes that were read, and says how long to wait before more are read."""

@@ -39,7 +39,7 @@ class BucketReplicators:
 
     def restore(self, partition: Partition, partial: PartialRecord) -> None:
         """The disk has the front of a snapshot of `partition`, which goes on from there."""
-        self._received_snapshots[partition.id] = _received_of(partition, partial)
+        self._received_snapshots[partition.id] = _new_received_snapshots(partition, partial)
 
     def discard_received(self, partition: PartitionId) -> None:
         """This node does not replicate the partition any more."""
@@ -76,7 +76,9 @@ class BucketReplicators:
                 if count % STEP_PARTITIONS == 0:
                     yield
                 if partition not in self._received_snapshots:
-                    self._received_snapshots[partition] = _received_of(partitions[partition])
+                    self._received_snapshots[partition] = _new_received_snapshots(
+                        partitions[partition]
+                    )
 
     def start_missing(
         self, sources: Mapping[str, ReplicationSource], nursery: trio.Nursery
@@ -111,7 +113,9 @@ class BucketReplicators:
         return [replicator.statistics() for replicator in self._replicators.values()]
 
 
-def _received_of(partition: Partition, partial: PartialRecord | None = None) -> ReceivedSnapshots:
+def _new_received_snapshots(
+    partition: Partition, partial: PartialRecord | None = None
+) -> ReceivedSnapshots:
     return ReceivedSnapshots(
         partition.failover_log, partition.high_seq, partition.last_cas, partial
     )

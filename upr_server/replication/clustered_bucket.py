@@ -107,19 +107,19 @@ class ClusteredBucket:
         states: dict[Partition, PartitionState] = {}
         # A deposed active is fenced here: it takes no writes from here on, as its last number must
         # not move while the disk catches up with it. PENDING, because replicas still read its end.
-        demoted: dict[Partition, FailoverLog] = {}
+        demoted_logs: dict[Partition, FailoverLog] = {}
         for count, partition in enumerate(partitions, 1):
             state = states[partition] = self._state_in(new_map, partition)
             if partition.state is PartitionState.ACTIVE and state is not PartitionState.ACTIVE:
-                demoted[partition] = partition.failover_log
+                demoted_logs[partition] = partition.failover_log
                 partition.change_state(PartitionState.PENDING, partition.failover_log)
             if count % STEP_PARTITIONS == 0:
                 await trio.lowlevel.checkpoint()
         self._warn_of_suspects(new_map, states)
         try:
-            changes = await self._prepare(new_map, states, demoted)
+            changes = await self._prepare(new_map, states, demoted_logs)
         except UprError:
-            for partition, failover_log in demoted.items():
+            for partition, failover_log in demoted_logs.items():
                 partition.change_state(PartitionState.ACTIVE, failover_log)
             with trio.CancelScope(shield=True):
                 await self.follow_map()
@@ -153,7 +153,7 @@ class ClusteredBucket:
         self,
         new_map: PartitionMap,
         states: dict[Partition, PartitionState],
-        demoted: dict[Partition, FailoverLog],
+        demoted_logs: dict[Partition, FailoverLog],
     ) -> list[RoleChange]:
         """Writes to disk what `new_map` relies on, then `new_map` and its changes of roles."""
         # A replicator moves numbers and failover logs: those that end are to be settled before the
@@ -161,7 +161,7 @@ class ClusteredBucket:
         await self.replicators.stop_all_but(await self._sources(new_map))
         # The next active is told that everything up to the last number is here: a crash after this
         # must not take it back.
-        await self._persist(list(demoted))
+        await self._persist(list(demoted_logs))
         is_confirming = not self.is_confirmed and new_map.revision == self.map.revision
         changes: list[RoleChange] = []
         for count, (partition, state) in enumerate(states.items(), 1):
@@ -178,7 +178,7 @@ class ClusteredBucket:
             # Of a demoted partition the state here is PENDING already, and the disk's is still
             # ACTIVE. Judged before others have their turn: the log of a replica that goes on may
             # then become another, which this change would take back.
-            if change.ends_streams or partition in demoted:
+            if change.ends_streams or partition in demoted_logs:
                 changes.append(change)
             if count % STEP_PARTITIONS == 0:
                 await trio.lowlevel.checkpoint()
@@ -204,17 +204,17 @@ class ClusteredBucket:
         )
 
     async def _change(self, changes: list[RoleChange]) -> None:
-        """Has the partitions change, in steps. No stream goes on after its partition's change."""
+        """Changes the partitions, in steps. A stream ends before its partition changes."""
         bucket, status = self.disk.bucket, Status.STATE_CHANGED
-        changing = [change.partition for change in changes if change.ends_streams]
+        changing_partitions = [change.partition for change in changes if change.ends_streams]
         # Replicas follow a node that hands over to the end. But a consumer's barrier would come
         # back from here without anything that the next active has taken in by then. Streams of
         # consumers do not begin there: the partition is pending already.
-        handed_over = {change.partition.id for change in changes if not change.ends_streams}
-        if handed_over:
-            for _ in self._server.end_streams(bucket, handed_over, status, of_replicas=False):
+        handed_over_ids = {change.partition.id for change in changes if not change.ends_streams}
+        if handed_over_ids:
+            for _ in self._server.end_streams(bucket, handed_over_ids, status, of_replicas=False):
                 await trio.lowlevel.checkpoint()
-        async with streams_ended(self._server, bucket, changing, status):
+        async with streams_ended(self._server, bucket, changing_partitions, status):
             for count, change in enumerate(changes, 1):
                 self._carry_out(change)
                 if count % STEP_PARTITIONS == 0:

@@ -48,11 +48,11 @@ class MapExchange:
             connections = NodeConnections(nursery, self._identity, partition_maps.system)
             while True:
                 self._silent_nodes.clear()
-                unconfirmed = partition_maps.unconfirmed_buckets()
-                for bucket in unconfirmed:
+                unconfirmed_buckets = partition_maps.unconfirmed_buckets()
+                for bucket in unconfirmed_buckets:
                     await self._confirm(connections, bucket)
                 for partition_map in partition_maps.all_maps():
-                    if partition_map.bucket not in unconfirmed:
+                    if partition_map.bucket not in unconfirmed_buckets:
                         await self._ask_next(connections, partition_map.bucket)
                 connections.close_others(self._other_nodes())
                 await trio.sleep(
@@ -110,10 +110,10 @@ class MapExchange:
                 )
             return
         # Another map of the same revision neither confirms this node's map nor replaces it.
-        newest = max(answers, key=lambda their_map: their_map.revision)
-        if newest.revision > revision:
-            await self._try(partition_maps.adopt_map, newest)
-        elif newest.revision < revision or newest == partition_maps.map_of(bucket):
+        newest_map = max(answers, key=lambda their_map: their_map.revision)
+        if newest_map.revision > revision:
+            await self._try(partition_maps.adopt_map, newest_map)
+        elif newest_map.revision < revision or newest_map == partition_maps.map_of(bucket):
             await self._try(partition_maps.confirm_map, bucket, revision)
 
     async def _fetch(
@@ -158,7 +158,7 @@ class MapExchange:
         return None
 
     async def _tell_own_map(self, name: str, host_port: str, own_map: PartitionMap) -> None:
-        """Has a node take the map that it has lost with its disk. Until then the node holds the
+        """Sends a node the map that it has lost with its disk. Until then the node holds the
         bucket alone, made anew, and accepts writes that no other node will ever have."""
         log.warning(
             "a node has no partition map, as if its disk was lost; telling it the map",

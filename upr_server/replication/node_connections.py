@@ -58,11 +58,12 @@ class NodeConnections:
         """The users of the cluster as the node at `address` has them; None if they are this
         node's, or older. Cancelled as `status`.
 
-        Whoever changes a bucket's partition map says which nodes there are. So a node is believed
-        only if it proves that it is one: by the password with which this one logs in, which it must
-        know, too; or by a certificate for a user who may have the users. In the clear whoever is
-        named could pass the proof of a real node on, and then say what they like. So the password
-        proves something only where the proof is bound to the certificate, or on this machine.
+        A user who changes a bucket's partition map says which nodes there are. So a node is
+        believed only if it proves that it is one: by the password with which this one logs in,
+        which it must know, too; or by a certificate for a user who may have the users. In the clear
+        a node that was named could pass on the proof of a real node, and then claim what it likes.
+        So the password proves something only where the proof is bound to the certificate, or on
+        this machine.
 
         Args:
             address: The node.

@@ -64,64 +64,74 @@ class PartitionMaps:
 
     def map_of(self, bucket: str) -> PartitionMap | None:
         """The bucket's map; None while this node holds it alone."""
-        clustered = self._buckets.get(bucket)
-        return None if clustered is None else clustered.map
+        clustered_bucket = self._buckets.get(bucket)
+        return None if clustered_bucket is None else clustered_bucket.map
 
     def all_maps(self) -> list[PartitionMap]:
         """The maps of all buckets that have one."""
-        return [clustered.map for clustered in self._buckets.values()]
+        return [clustered_bucket.map for clustered_bucket in self._buckets.values()]
 
     def unconfirmed_buckets(self) -> list[str]:
         """Buckets whose map no other node has confirmed since this node was started."""
-        return [name for name, clustered in self._buckets.items() if not clustered.is_confirmed]
+        return [
+            name
+            for name, clustered_bucket in self._buckets.items()
+            if not clustered_bucket.is_confirmed
+        ]
 
     def revision(self, bucket: str) -> int:
         """The revision of the bucket's map; 0 for none."""
-        clustered = self._buckets.get(bucket)
-        return 0 if clustered is None else clustered.map.revision
+        clustered_bucket = self._buckets.get(bucket)
+        return 0 if clustered_bucket is None else clustered_bucket.map.revision
 
     def replicas(self, bucket: str, partition: PartitionId) -> list[str]:
         """The nodes that replicate a partition from this one."""
-        clustered = self._buckets.get(bucket)
-        if clustered is None:
+        clustered_bucket = self._buckets.get(bucket)
+        if clustered_bucket is None:
             return []
-        assignment = clustered.map.partitions[partition]
+        assignment = clustered_bucket.map.partitions[partition]
         return [name for name in assignment.replicas if assignment.source_of(name) == self.node]
 
     def is_replica(self, bucket: str, partition: PartitionId, name: str) -> bool:
         """Whether the node `name` replicates a partition from this one."""
-        clustered = self._buckets.get(bucket)
+        clustered_bucket = self._buckets.get(bucket)
         return (
-            clustered is not None
-            and clustered.map.partitions[partition].source_of(name) == self.node
+            clustered_bucket is not None
+            and clustered_bucket.map.partitions[partition].source_of(name) == self.node
         )
 
     def is_suspect(self, bucket: str) -> bool:
         """Whether this node may lack something of the bucket that it gave to others, so that its
         stop must not count as a clean one."""
-        clustered = self._buckets.get(bucket)
-        if clustered is None:
+        clustered_bucket = self._buckets.get(bucket)
+        if clustered_bucket is None:
             return False
         # Until another node has confirmed the map, what a crash has lost has had no consequences.
-        return bool(clustered.suspects) or not (clustered.is_clean or clustered.is_confirmed)
+        return bool(clustered_bucket.suspects) or not (
+            clustered_bucket.is_clean or clustered_bucket.is_confirmed
+        )
 
     def other_nodes(self, bucket: str) -> dict[str, str]:
         """The addresses of the other nodes of a bucket, by name."""
-        clustered = self._buckets.get(bucket)
-        if clustered is None:
+        clustered_bucket = self._buckets.get(bucket)
+        if clustered_bucket is None:
             return {}
-        return {name: address for name, address in clustered.map.nodes.items() if name != self.node}
+        return {
+            name: address
+            for name, address in clustered_bucket.map.nodes.items()
+            if name != self.node
+        }
 
     def statistics(self, bucket: str) -> dict[str, object]:
         """Figures of one bucket; nothing when this node holds it alone."""
-        clustered = self._buckets.get(bucket)
-        if clustered is None:
+        clustered_bucket = self._buckets.get(bucket)
+        if clustered_bucket is None:
             return {}
         return {
             "node": self.node,
-            "revision": clustered.map.revision,
-            "is_confirmed": clustered.is_confirmed,
-            "follows": clustered.replicators.statistics(),
+            "revision": clustered_bucket.map.revision,
+            "is_confirmed": clustered_bucket.is_confirmed,
+            "follows": clustered_bucket.replicators.statistics(),
         }
 
     # The beginning and the end.
@@ -149,10 +159,10 @@ class PartitionMaps:
         stored_map = PartitionMap.decode(document)
         # What an active had in memory is lost, and may have been acknowledged: a replica has it.
         suspects = {} if is_clean else roles.suspects_in(stored_map, self.node)
-        clustered = self._mapped(
+        clustered_bucket = self._clustered_bucket(
             disk, stored_map, is_confirmed=False, is_clean=is_clean, suspects=suspects
         )
-        self._buckets[stored_map.bucket] = clustered
+        self._buckets[stored_map.bucket] = clustered_bucket
         for partition in disk.bucket.partitions:
             if partition.damage:
                 continue
@@ -161,36 +171,36 @@ class PartitionMaps:
                 state = PartitionState.PENDING
             partition.change_state(state, partition.failover_log)
             if partition.id in partials:
-                clustered.replicators.restore(partition, partials[partition.id])
+                clustered_bucket.replicators.restore(partition, partials[partition.id])
 
     def drop_bucket(self, bucket: str) -> None:
         """A bucket was deleted here."""
-        clustered = self._buckets.pop(bucket, None)
-        if clustered is not None:
-            clustered.replicators.cancel()
+        clustered_bucket = self._buckets.pop(bucket, None)
+        if clustered_bucket is not None:
+            clustered_bucket.replicators.cancel()
 
     async def run(self) -> None:
         """Replicates from the nodes that the maps name, for ever."""
         async with trio.open_nursery() as nursery:
             self._nursery = nursery
             try:
-                for clustered in list(self._buckets.values()):
-                    async with clustered.lock:
-                        await clustered.follow_map()
+                for clustered_bucket in list(self._buckets.values()):
+                    async with clustered_bucket.lock:
+                        await clustered_bucket.follow_map()
                 await trio.sleep_forever()
             finally:
                 # A map may be half applied: it must not start replicators any more.
                 self._nursery = None
-                for clustered in self._buckets.values():
-                    clustered.replicators.prepare_to_stop()
+                for clustered_bucket in self._buckets.values():
+                    clustered_bucket.replicators.prepare_to_stop()
 
     async def stop(self) -> None:
         """Stops replicating. What was received is on disk when this returns, or is dropped because
         the disk is full."""
-        for clustered in self._buckets.values():
-            async with clustered.lock:
+        for clustered_bucket in self._buckets.values():
+            async with clustered_bucket.lock:
                 try:
-                    await clustered.replicators.stop_all_but({})
+                    await clustered_bucket.replicators.stop_all_but({})
                 except DiskFullError as error:
                     log.error("disk full; dropping received mutations", error=str(error))
 
@@ -273,14 +283,14 @@ class PartitionMaps:
         """Another node has no map newer than `revision`: this node becomes what that map says."""
         with trio.CancelScope(shield=True):
             async with self._lock:
-                clustered = self._buckets.get(bucket)
+                clustered_bucket = self._buckets.get(bucket)
                 if (
-                    clustered is not None
-                    and clustered.map.revision == revision
-                    and not clustered.is_confirmed
+                    clustered_bucket is not None
+                    and clustered_bucket.map.revision == revision
+                    and not clustered_bucket.is_confirmed
                 ):
-                    async with clustered.lock:
-                        await clustered.apply_map(clustered.map)
+                    async with clustered_bucket.lock:
+                        await clustered_bucket.apply_map(clustered_bucket.map)
 
     async def _apply(self, new_map: PartitionMap, *, is_from_operator: bool = True) -> None:
         if new_map.revision <= self.revision(new_map.bucket):
@@ -289,10 +299,12 @@ class PartitionMaps:
                 f"the map of {new_map.bucket!r} has revision {self.revision(new_map.bucket)} here, "
                 f"and {new_map.revision} is not higher; repeat the command",
             )
-        clustered = self._buckets.get(new_map.bucket)
-        if clustered is None:
-            clustered = await self._without_map(new_map, is_from_operator=is_from_operator)
-        partition_count = len(clustered.disk.bucket.partitions)
+        clustered_bucket = self._buckets.get(new_map.bucket)
+        if clustered_bucket is None:
+            clustered_bucket = await self._bucket_without_map(
+                new_map, is_from_operator=is_from_operator
+            )
+        partition_count = len(clustered_bucket.disk.bucket.partitions)
         if len(new_map.partitions) != partition_count:
             raise ServerError(
                 Status.BAD_ARGUMENT,
@@ -300,14 +312,16 @@ class PartitionMaps:
             )
         if is_from_operator:
             # A map that another node tells was applied elsewhere: to refuse it would not undo it.
-            roles.check_hand_over(clustered.map, new_map, self.node, clustered.suspects)
-        async with clustered.lock:
-            await clustered.apply_map(new_map)
-        if self._server.disk_of(new_map.bucket) is clustered.disk:
+            roles.check_hand_over(
+                clustered_bucket.map, new_map, self.node, clustered_bucket.suspects
+            )
+        async with clustered_bucket.lock:
+            await clustered_bucket.apply_map(new_map)
+        if self._server.disk_of(new_map.bucket) is clustered_bucket.disk:
             # It was not deleted meanwhile.
-            self._buckets[new_map.bucket] = clustered
+            self._buckets[new_map.bucket] = clustered_bucket
 
-    async def _without_map(
+    async def _bucket_without_map(
         self, new_map: PartitionMap, *, is_from_operator: bool
     ) -> ClusteredBucket:
         """A bucket that had no map yet, as if under one of revision 0: this node held it alone, or
@@ -335,9 +349,11 @@ class PartitionMaps:
             partitions=(assignment,) * len(disk.bucket.partitions),
         )
         suspects = roles.suspects_in(new_map, self.node) if has_lost_its_disk else {}
-        return self._mapped(disk, map_before, is_confirmed=True, is_clean=True, suspects=suspects)
+        return self._clustered_bucket(
+            disk, map_before, is_confirmed=True, is_clean=True, suspects=suspects
+        )
 
-    def _mapped(
+    def _clustered_bucket(
         self,
         disk: BucketDisk,
         partition_map: PartitionMap,

@@ -172,19 +172,19 @@ class ReceivedSnapshots:
     def take_write(self) -> ReceivedWrite:
         """What is to be put on disk. The caller puts it there, or starts again `from_record`."""
         record = self.record()
-        chunks, kept_back = self._chunks, list[Chunk]()
+        chunks, held_chunks = self._chunks, list[Chunk]()
         if record.partial is not None and self.received_seq == self._snapshot_end and chunks:
             # The disk notes a snapshot's end with its last chunk, so that one waits for
             # `PartitionEnd`, which comes at once. The record describes what lies before it.
-            kept_back = [chunks.pop()]
-            written_through = kept_back[0].start
+            held_chunks = [chunks.pop()]
+            written_through = held_chunks[0].start
             partial = None
             if written_through > self.high:
                 partial = msgspec.structs.replace(record.partial, received=written_through)
             record = msgspec.structs.replace(record, partial=partial)
         write = ReceivedWrite(record, chunks, self._ends, self._answers, self._purge_seq)
-        self._chunks, self._ends, self._answers = kept_back, [], []
+        self._chunks, self._ends, self._answers = held_chunks, [], []
         self._purge_seq = SeqNo(0)
-        self.nbytes = sum(chunk.nbytes for chunk in kept_back)
-        self.has_unwritten = bool(kept_back)
+        self.nbytes = sum(chunk.nbytes for chunk in held_chunks)
+        self.has_unwritten = bool(held_chunks)
         return write

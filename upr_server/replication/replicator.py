@@ -101,15 +101,15 @@ class Replicator:
         self._ended = trio.Event()
         # Partitions that have something to be written, in the order in which it came.
         self._dirty: dict[PartitionId, None] = {}
-        self._dirtied = Notifier()
+        self._became_dirty = Notifier()
         self._written = Notifier()
         # Held by a commit, and by a rollback, which must not see half of one.
         self._commit_lock = trio.Lock()
         self._commits = 0
         # What the disk has; made by `run`.
         self._on_disk: dict[PartitionId, PartitionRecord] = {}
-        self._is_gone = self._is_stopping = False
-        self._dropped_because = ""
+        self._is_deleted = self._is_stopping = False
+        self._drop_reason = ""
 
     @property
     def _address(self) -> Address:
@@ -142,12 +142,12 @@ class Replicator:
 
     def cancel(self) -> None:
         """Ends it at once: the bucket was deleted."""
-        self._is_gone = True
+        self._is_deleted = True
         self._dirty.clear()
         self._scope.cancel()
 
     def prepare_to_stop(self) -> None:
-        """It is about to be stopped, and waits for a full disk no longer."""
+        """The replicator will be stopped soon, and no longer waits while the disk is full."""
         self._is_stopping = True
 
     async def stop(self) -> None:
@@ -159,16 +159,20 @@ class Replicator:
         self._is_stopping = True
         self._scope.cancel()
         await self._ended.wait()
-        if self._dropped_because:
-            raise DiskFullError(self._dropped_because)
+        if self._drop_reason:
+            raise DiskFullError(self._drop_reason)
 
     # Receiving.
 
     async def _follow(self, state: PartitionState) -> None:
         """Receives, for ever, the partitions that are in `state` at the source: a consumer asks for
         one state."""
-        partitions = sorted(p for p, there in self.source.partitions.items() if there is state)
-        logged = ""
+        partitions = sorted(
+            partition
+            for partition, source_state in self.source.partitions.items()
+            if source_state is state
+        )
+        logged_trouble = ""
         while True:
             try:
                 self._system.log_in_pauses.check(self._address)
@@ -193,8 +197,8 @@ class Replicator:
             except UprError as error:
                 self._system.log_in_pauses.note_error(self._address, error)
                 self.trouble = str(error)
-            write_log = log.debug if self.trouble == logged else log.warning
-            logged = self.trouble
+            write_log = log.debug if self.trouble == logged_trouble else log.warning
+            logged_trouble = self.trouble
             write_log(
                 "replication interrupted; retrying",
                 bucket=self._disk.bucket.name,
@@ -234,7 +238,7 @@ class Replicator:
 
     def _mark_dirty(self, partition_id: PartitionId) -> None:
         self._dirty[partition_id] = None
-        self._dirtied.notify()
+        self._became_dirty.notify()
 
     async def _wait_for_room(self) -> None:
         await self._written.wait_until(lambda: self._unwritten_bytes <= BUFFER_BYTES)
@@ -269,7 +273,7 @@ class Replicator:
 
     async def _write(self) -> None:
         while True:
-            await self._dirtied.wait_until(lambda: bool(self._dirty))
+            await self._became_dirty.wait_until(lambda: bool(self._dirty))
             await self._commit()
 
     async def _flush(self) -> None:
@@ -282,12 +286,12 @@ class Replicator:
 
     async def _commit(self) -> None:
         async with self._commit_lock:
-            # Whoever stops this waits for the commit: to receive its data again would be wasted.
+            # `stop` waits for the commit: otherwise its data would be received again.
             with trio.CancelScope(shield=True):
                 writes = await self._collect()
                 if not writes:
                     return
-                await self._put(writes)
+                await self._write_to_disk(writes)
         self._written.notify()
         self._disk.note_committed()
 
@@ -324,12 +328,12 @@ class Replicator:
             partition_id, write.record, write.chunks, answers, write.ends, write.purge_seq
         )
 
-    async def _put(self, writes: list[PartitionWrite]) -> None:
-        """Puts it on disk, and takes it over. Waits for room on a full disk, until the replicator
-        is to stop or the bucket is deleted; then it is dropped."""
-        while not self._is_gone:
+    async def _write_to_disk(self, writes: list[PartitionWrite]) -> None:
+        """Puts it on disk, and moves the partitions there. Waits for room on a full disk, until the
+        replicator is to stop or the bucket is deleted; then it is dropped."""
+        while not self._is_deleted:
             try:
-                await self._put_once(writes)
+                await self._write_once(writes)
                 return
             except DiskFullError as error:
                 if not self.trouble:
@@ -338,16 +342,16 @@ class Replicator:
                     )
                 self.trouble = str(error)
             if self._is_stopping:
-                self._dropped_because = self.trouble
+                self._drop_reason = self.trouble
                 self._drop_received()
                 return
             await trio.sleep(REPLICATION_RETRY_S)
 
-    async def _put_once(self, writes: list[PartitionWrite]) -> None:
+    async def _write_once(self, writes: list[PartitionWrite]) -> None:
         with self._disk.flusher.commit_under_way():
             await self._disk.store.ask(Commit(self._disk.bucket.name, tuple(writes)))
             self._commits += 1
-            await self._take_over(writes)
+            await self._move_partitions(writes)
 
     def _drop_received(self) -> None:
         """Forgets what was received and is not on disk. O(partitions + answers)."""
@@ -357,26 +361,28 @@ class Replicator:
             self._partition(partition_id).repeated_batches.answers.truncate(record.high)
         self._dirty.clear()
 
-    async def _take_over(self, writes: list[PartitionWrite]) -> None:
-        """Has the partitions in memory stand where the disk stands now, in steps."""
-        # Logs that came since are written and taken over by the next commit: who is told of a
+    async def _move_partitions(self, writes: list[PartitionWrite]) -> None:
+        """Moves the partitions in memory to where the disk stands now, in steps."""
+        # Logs that came since are for the next commit: who is told of a
         # history must find it here after a crash.
         logs = [FailoverLog.of_pairs(write.record.failover_log) for write in writes]
         partitions = [self._partition(PartitionId(write.partition)) for write in writes]
-        changing = [
+        changing_partitions = [
             partition
             for partition, failover_log in zip(partitions, logs, strict=True)
             if partition.failover_log != failover_log
         ]
         # A consumer of this node must hear of the new log before any data of it.
-        async with streams_ended(self._server, self._disk.bucket, changing, Status.ROLLBACK_NEEDED):
+        async with streams_ended(
+            self._server, self._disk.bucket, changing_partitions, Status.ROLLBACK_NEEDED
+        ):
             while writes:
                 # What was written is freed in these steps, too.
-                self._committed(writes.pop(), logs.pop())
+                self._note_committed(writes.pop(), logs.pop())
                 if len(writes) % STEP_PARTITIONS == 0:
                     await trio.lowlevel.checkpoint()
 
-    def _committed(self, write: PartitionWrite, failover_log: FailoverLog) -> None:
+    def _note_committed(self, write: PartitionWrite, failover_log: FailoverLog) -> None:
         partition_id = PartitionId(write.partition)
         partition = self._partition(partition_id)
         self._on_disk[partition_id] = write.record
@@ -422,7 +428,7 @@ class Replicator:
                     StoredAnswer(token.writer, token.counter, b"")
                     for token in partition.repeated_batches.answers.tokens_above(seq)
                 ]
-                if self._is_gone:
+                if self._is_deleted:
                     raise ServerError(Status.NO_BUCKET, "the bucket was deleted")
                 broken_leases = await disk.truncate(partition_id, record, tokens)
                 disk.leases.mark_broken(broken_leases)
@@ -485,6 +491,6 @@ def checked_answers(rows: Iterable[tuple[bytes, int, int, bytes]]) -> list[Publi
 
 
 def move_to_record(partition: Partition, record: PartitionRecord) -> None:
-    """Has a partition that keeps nothing in memory stand where its disk stands."""
+    """Moves a partition that keeps nothing in memory to where its disk stands."""
     if record.high != partition.high_seq:
         partition.restart_at(record.high, Cas(record.last_cas))

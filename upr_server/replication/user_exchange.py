@@ -17,8 +17,8 @@ INTERVAL_S: Final = 0.5
 """How often other nodes are asked: what was revoked on one ends on the others within a second."""
 
 NODES_PER_INTERVAL: Final = 16
-"""In a larger cluster each node is asked less often: `INTERVAL_S` for each so many nodes. Whoever
-has heard of a change tells it, too."""
+"""In a larger cluster each node is asked less often: `INTERVAL_S` for each so many nodes. A node
+that has heard of a change tells it, too."""
 
 log = structlog.get_logger(__name__)
 

@@ -32,7 +32,7 @@ def lease(context: RequestContext, request: Lease) -> None:
             else:
                 granted = await disk.leases.renew(lease_id, time_to_live_s)
         except trio.Cancelled:
-            # Whoever asked has left. The disk may have written the lease, and then it counts.
+            # The client has left. The disk may have written the lease, and then it counts.
             if usage is not None:
                 usage.note_lease(disk.bucket.name, lease_id, lapses_at)
             raise
@@ -45,7 +45,7 @@ def lease(context: RequestContext, request: Lease) -> None:
             if request.action is LeaseAction.RELEASE:
                 await disk.leases.release(request.lease_id)
                 if usage is not None:
-                    usage.note_lease(disk.bucket.name, request.lease_id, 0)
+                    usage.forget_lease(disk.bucket.name, request.lease_id)
                 context.send(LeaseReply(request.lease_id, 0, opaque=request.opaque))
                 return
             if request.action is LeaseAction.ACQUIRE:

@@ -51,7 +51,7 @@ RUN_COST: Final = 48
 """What a run costs beside its rows, in plain rows."""
 
 PLAIN_RUN_COST: Final = 12
-"""The same of a run that is applied together with others."""
+"""What a run costs beside its rows if it is applied together with others, in plain rows."""
 
 EVALUATION_COST: Final = 128
 """What an evaluation costs beside its operations, and the request to its partition, in plain rows:
@@ -206,7 +206,11 @@ class _BundleRequest(OrderedReply):
         if bucket is None or self._flusher.full or context.refused_task_runs:
             run_indexes += range(low, high)
             return bytes(RESULT_BYTES * (high - low))
-        targets = self._targets(bucket, runs)
+        targets: Sequence[DurabilityTarget | None] = ()
+        skipped_runs = None
+        if self._request.durability is not _MEMORY or context.may_have_earlier:
+            targets = [self._target_at_once(bucket, run) for run in runs]
+            skipped_runs = bytes(target is None for target in targets)
         applied = apply_set_runs(
             bucket,
             batches.columns,
@@ -215,23 +219,15 @@ class _BundleRequest(OrderedReply):
             batches.attempt,
             context.time(),
             first_row=bundle.bounds[low],
-            skip=None if targets is None else bytes(target is None for target in targets),
+            skip=skipped_runs,
         )
         run_indexes += [low + index for index in applied.remaining_indexes]
         if self._request.durability is not _MEMORY:
             self._await_lines(bucket, low, applied.lines, targets)
         return applied.lines
 
-    def _targets(
-        self, bucket: Bucket, runs: Sequence[BundleRun]
-    ) -> list[DurabilityTarget | None] | None:
-        """How durable each run must be; None for one that waits behind others, or is to be refused.
-        None for all if that is so of none, and all are answered from memory."""
-        if self._request.durability is _MEMORY and not self._context.may_have_earlier:
-            return None
-        return [self._target_at_once(bucket, run) for run in runs]
-
     def _target_at_once(self, bucket: Bucket, run: BundleRun) -> DurabilityTarget | None:
+        """How durable a run must be; None if it waits behind others, or is to be refused."""
         context, request = self._context, self._request
         if run.partition >= len(bucket.partitions):
             return None
@@ -248,11 +244,10 @@ class _BundleRequest(OrderedReply):
         bucket: Bucket,
         low: int,
         lines: bytes,
-        targets: Sequence[DurabilityTarget | None] | None,
+        targets: Sequence[DurabilityTarget | None],
     ) -> None:
         """Runs from `low` on were applied together: each has its result once it is as durable as
         was asked."""
-        assert targets is not None, "only what is answered from memory has none"
         results = decode_results(lines)
         for index, (result, target) in enumerate(zip(results, targets, strict=True), low):
             if result.history_id and target is not None:
@@ -261,7 +256,7 @@ class _BundleRequest(OrderedReply):
                 call_when_durable(call, partition, self._flusher, result.last_seq, target)
 
     def _set_results(self, lines: bytes) -> None:
-        """Some runs were applied together, and are answered from memory."""
+        """Notes the results of runs that were applied together, and are answered from memory."""
         for index, result in enumerate(decode_results(lines)):
             if result.history_id:
                 self._set_result(index, result)
@@ -397,7 +392,8 @@ class _BundleRequest(OrderedReply):
     def _finish_plain(
         self, index: int, result: RunResult, is_on_disk: bool, is_replicated: bool
     ) -> None:
-        """The same, for a run that was applied together with others."""
+        """A run that was applied together with others is as durable as was asked, or will not
+        be."""
         if is_on_disk and self._context.bucket is not None:
             status = _OK if is_replicated else Status.NOT_DURABLE_YET
             self._set_result(index, result._replace(status=status))

@@ -23,10 +23,10 @@ STREAM_OBJECTS: Final = 10
 """Objects of a stream that Python's collector looks at."""
 
 SLICE_PARTITIONS: Final = 128
-"""Partitions that are told of before others have their turn: at some 13 µs each, 2 ms."""
+"""Partitions that one step describes: at some 13 µs each, 2 ms."""
 
 FIRST_PARTITIONS: Final = 16
-"""The same for the first ones, as hundreds may open a bucket at the same time."""
+"""Partitions that the first step describes, as hundreds may open a bucket at the same time."""
 
 
 def open_bucket(context: RequestContext, request: Open) -> Iterator[None] | None:

@@ -17,7 +17,7 @@ def list_users(context: RequestContext, request: ListUsers) -> None:
 def change_users(context: RequestContext, request: ChangeUsers) -> None:
     """Changes a user."""
     if context.users.users.is_open:
-        # Whoever came first would be the one who rules.
+        # Otherwise the first client that comes would own the cluster.
         raise ServerError(
             Status.BAD_ARGUMENT,
             "this cluster has no users yet: stop the server, make the first one with "
