@@ -36,7 +36,7 @@ def printable(text: str, keep: str = "") -> str:
 
 
 def printable_json(data: bytes) -> bytes:
-    """The same JSON, with such characters as escapes of JSON. O(length)."""
+    """Escapes the unprintable characters of a JSON text. O(length)."""
     return _JSON_UNPRINTABLE.sub(_json_escape, data)
 
 

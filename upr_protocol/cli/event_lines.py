@@ -91,7 +91,7 @@ def _snapshot_end(event: SnapshotEnd) -> dict[str, Any]:
     return {"event": "snapshot_end", "partition": event.partition, "end": event.end}
 
 
-def _completed(event: CycleCompleted) -> dict[str, Any]:
+def _cycle_completed(event: CycleCompleted) -> dict[str, Any]:
     return {"event": "completed", "cycle": event.cycle}
 
 
@@ -146,7 +146,7 @@ def _stream_ended(event: StreamEnded) -> dict[str, Any]:
 _FIELDS: Final[Mapping[type, Callable[[Any], dict[str, Any]]]] = {
     SnapshotStart: _snapshot_start,
     SnapshotEnd: _snapshot_end,
-    CycleCompleted: _completed,
+    CycleCompleted: _cycle_completed,
     BarrierReached: _barrier,
     RolledBack: _rolled_back,
     StreamEnded: _stream_ended,

@@ -132,13 +132,15 @@ def explain(target: Address, state: Path, as_json: bool) -> None:
       upr explain upr://127.0.0.1:12000/planes planes.state
       upr explain upr://127.0.0.1:12000/planes planes.copy --json
     """
-    saved, floor_of = _load(state, target.bucket)
+    resume_state, floor_of = _load(state, target.bucket)
 
     server = ask(target, _ask_server)
-    partitions = saved.positions.keys() | set(map(PartitionId, range(server.partition_count)))
+    partitions = resume_state.positions.keys() | set(
+        map(PartitionId, range(server.partition_count))
+    )
     rows: list[tuple[object, ...]] = []
     for partition in sorted(partitions):
-        position = saved.position(partition)
+        position = resume_state.position(partition)
         outcome = server.outcome(partition, position, floor_of(partition))
         rows.append(
             (

@@ -104,5 +104,5 @@ def describe_grants(grants: tuple[Grant, ...]) -> str:
 
 
 def change_users(target: Address, change: UserChange) -> None:
-    """Has the server make a change."""
+    """Sends the server a change of its users."""
     ask(target, lambda client: client.change_users(change), bucket=False)

@@ -204,10 +204,10 @@ def list_indexes(url: str, as_json: bool) -> None:
     copies that are not. Design documents with mistakes are reported on standard error.
     """
     with _indexer(url) as client:
-        starting = client.not_ready_reason()
+        not_ready_reason = client.not_ready_reason()
         indexes, mistakes = client.indexes(), client.design_mistakes()
-    if starting:
-        say(f"the indexer is starting: {starting}")
+    if not_ready_reason:
+        say(f"the indexer is starting: {not_ready_reason}")
     columns = ("name", "state", "entries", "disk_bytes", "behind")
     print_table(
         (*columns, "slices", "trouble"),
@@ -222,17 +222,17 @@ def list_indexes(url: str, as_json: bool) -> None:
 
 
 def _ready_slices(index: dict[str, Any]) -> str:
-    ready = sum(part["state"] == "ready" for part in index["slices"])
+    ready = sum(slice_["state"] == "ready" for slice_ in index["slices"])
     return f"{ready} of {len(index['slices'])}"
 
 
 def _trouble(index: dict[str, Any]) -> str:
     """The slices, or the copies of them, that are not ready."""
     return "; ".join(
-        f"slice {part['slice']} {copy['state']}" + (f" at {copy['node']}" if copies else "")
-        for part in index["slices"]
-        for copies in (part.get("replicas", []),)
-        for copy in copies or [part]
+        f"slice {slice_['slice']} {copy['state']}" + (f" at {copy['node']}" if copies else "")
+        for slice_ in index["slices"]
+        for copies in (slice_.get("replicas", []),)
+        for copy in copies or [slice_]
         if copy["state"] != "ready"
     )
 
@@ -250,8 +250,8 @@ def nodes(url: str, as_json: bool) -> None:
         rows, indexes = client.nodes(), client.indexes()
     behind: Counter[str] = Counter()
     for row in indexes:
-        for part in row["slices"]:
-            for copy in part.get("replicas", []):
+        for slice_ in row["slices"]:
+            for copy in slice_.get("replicas", []):
                 behind[copy["node"]] += copy.get("behind", 0)
     print_table(
         ("url", "answers", "slices", "behind"),
@@ -292,7 +292,7 @@ def _key(option: str) -> Any:
     return lambda text: _key_parts(option, text)
 
 
-def _written(text: str) -> WriteResult:
+def _parse_change(text: str) -> WriteResult:
     try:
         partition, history_id, seq = text.split(":")
         return WriteResult(
@@ -354,7 +354,7 @@ def _written(text: str) -> WriteResult:
 @click.option(
     "--written",
     multiple=True,
-    type=_written,
+    type=_parse_change,
     metavar="PARTITION:HISTORY:NUMBER",
     help="A change that must be in the index.",
 )
@@ -416,34 +416,34 @@ def scan(
         raise click.UsageError("--consistency at_least needs --written, a change to wait for")
     if written and consistency == "now":
         consistency = "at_least"
-    selected = [IndexRange(prefix=prefix) for prefix in prefixes]
-    selected += [IndexRange(low=lowest, high=highest) for lowest, highest in ranges]
+    ranges_to_scan = [IndexRange(prefix=prefix) for prefix in prefixes]
+    ranges_to_scan += [IndexRange(low=lowest, high=highest) for lowest, highest in ranges]
     if low is not None or high is not None:
-        selected.append(
+        ranges_to_scan.append(
             {
                 "low": None if low is None else (low, not from_exclusive),
                 "high": None if high is None else (high, not to_exclusive),
             }
         )
-    range_: dict[str, Any] = {"ranges": selected or [{}], "distinct": distinct or 0}
+    range_: dict[str, Any] = {"ranges": ranges_to_scan or [{}], "distinct": distinct or 0}
     freshness: dict[str, Any] = {
         "consistency": consistency,
         "written": written,
         "timeout_s": timeout,
     }
-    summarized: dict[str, Any] = {"count": count, "min_key": min_key, "max_key": max_key}
+    summary_options: dict[str, Any] = {"count": count, "min_key": min_key, "max_key": max_key}
     with _indexer(url) as client:
         if explain:
             page_limit = None if is_summary else min(limit or _ENTRIES_MAX, _ENTRIES_MAX)
-            explained: dict[str, Any] = {
-                **summarized,
+            explain_options: dict[str, Any] = {
+                **summary_options,
                 "descending": descending,
                 "limit": page_limit,
             }
-            print_json(client.explain(name, **explained, **range_, **freshness), indent=2)
+            print_json(client.explain(name, **explain_options, **range_, **freshness), indent=2)
             return
         if is_summary:
-            summary = client.summarize(name, **summarized, **range_, **freshness)
+            summary = client.summarize(name, **summary_options, **range_, **freshness)
             print_json(summary.count if count and not (min_key or max_key) else summary)
             return
         continuation, remaining = "", limit

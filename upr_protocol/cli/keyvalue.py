@@ -128,7 +128,7 @@ def get(target: Address, keys: tuple[bytes, ...], as_json: bool, raw: bool) -> N
         if as_json:
             print_json(_fields(item))
         else:
-            click.echo(_shown(item.value), nl=not raw)
+            click.echo(_displayable(item.value), nl=not raw)
     for key in missing_keys:
         reason = ADVICE[refusals[key]] if key in refusals else "no such key"
         say(f"{os.fsdecode(key)}: {reason}")
@@ -136,7 +136,7 @@ def get(target: Address, keys: tuple[bytes, ...], as_json: bool, raw: bool) -> N
         raise click.exceptions.Exit(INCOMPLETE)
 
 
-def _shown(value: bytes) -> bytes:
+def _displayable(value: bytes) -> bytes:
     """A value as it is; on a terminal, with its control characters as escapes."""
     if not sys.stdout.isatty():
         return value

@@ -32,7 +32,7 @@ from upr_protocol.hashing import partition_of
 from upr_protocol.ids import Durability, PartitionId
 from upr_protocol.limits import VALUE_BYTES_MAX
 
-_HOPELESS: Final = frozenset(
+_FATAL_STATUSES: Final = frozenset(
     {
         Status.UNSUPPORTED,
         Status.TOO_FEW_REPLICAS,
@@ -118,7 +118,7 @@ def load(
       my-export | upr load upr://127.0.0.1:12000/people - --format jsonl --key id
     """
     form = form or _format_of(file)
-    with _opened(file, form) as source:
+    with _open_source(file, form) as source:
         header, rows = _read(source, form, null)
         _check_columns(header, columns)
         job = _Load(
@@ -145,7 +145,7 @@ def _format_of(file: str) -> str:
     return form
 
 
-def _opened(file: str, form: str) -> AbstractContextManager[IO[bytes]]:
+def _open_source(file: str, form: str) -> AbstractContextManager[IO[bytes]]:
     if file != "-":
         try:
             return Path(file).open("rb")
@@ -229,8 +229,8 @@ class _Load:
     unit: str = attrs.field(kw_only=True)
     report: LoadReport = attrs.field(factory=LoadReport, init=False)
     started_at: float = attrs.field(factory=time.monotonic, init=False)
-    _finished: bool = attrs.field(default=False, init=False)
-    _hopeless: Status | None = attrs.field(default=None, init=False)
+    _is_finished: bool = attrs.field(default=False, init=False)
+    _fatal_status: Status | None = attrs.field(default=None, init=False)
 
     def run(self, rows: Rows, *, show_progress: bool) -> None:
         """Loads the rows, and says what happened to them."""
@@ -253,7 +253,7 @@ class _Load:
             identity=command_identity("load"),
             durability=self.durability,
             copies=self.copies,
-            on_failure=self._refused,
+            on_failure=self._note_refusal,
             retry_timeout_s=self.retry_timeout_s,
         )
         async with (
@@ -270,8 +270,8 @@ class _Load:
                     await self._flush(sink, batches)
             await self._flush(sink, batches)
             await sink.flush()
-            self._check_hopeless()
-            self._finished = True
+            self._check_fatal_status()
+            self._is_finished = True
             nursery.cancel_scope.cancel()
 
     async def _send(self, sink: Publisher, batches: LoadBatches, rows: list[Row | BadRow]) -> None:
@@ -291,10 +291,10 @@ class _Load:
                 key, value = item
                 report.rows_sent += 1
                 report.nbytes += len(key) + len(value)
-                full = batches.add(key, value)
-                if full is not None:
-                    self._check_hopeless()
-                    await sink.publish(*full)
+                full_batch = batches.add(key, value)
+                if full_batch is not None:
+                    self._check_fatal_status()
+                    await sink.publish(*full_batch)
 
     def _item(self, row: Row) -> tuple[bytes, bytes] | BadRow | None:
         """The row's key and value; None if it has no key."""
@@ -317,14 +317,14 @@ class _Load:
             "such rows with --skip-bad-rows"
         )
 
-    def _refused(self, failure: Failure) -> None:
+    def _note_refusal(self, failure: Failure) -> None:
         self.report.add_refused(failure)
-        if failure.status in _HOPELESS:
-            self._hopeless = failure.status
+        if failure.status in _FATAL_STATUSES:
+            self._fatal_status = failure.status
 
-    def _check_hopeless(self) -> None:
-        if self._hopeless is not None:
-            raise ServerError(self._hopeless)
+    def _check_fatal_status(self) -> None:
+        if self._fatal_status is not None:
+            raise ServerError(self._fatal_status)
 
     def _progress(self) -> str:
         report = self.report
@@ -334,7 +334,7 @@ class _Load:
     def _total(self) -> str:
         report = self.report
         seconds = time.monotonic() - self.started_at
-        if not self._finished:
+        if not self._is_finished:
             return f"stopped after {report.rows:,} rows; rows already loaded stay"
         return (
             f"loaded {report.loaded:,} of {report.rows:,} rows, {size_text(report.nbytes)}, in "

@@ -59,7 +59,7 @@ def partitions(target: Address, show_each: bool, as_json: bool) -> None:
         return
     _print_map(survey)
     if show_each:
-        print_table(_COLUMNS, [_known(attrs.astuple(row)) for row in rows])
+        print_table(_COLUMNS, [_with_question_marks(attrs.astuple(row)) for row in rows])
     else:
         print_table(_TOTALS, _totals(rows))
 
@@ -89,28 +89,28 @@ def _rows(survey: Survey) -> list[_Row]:
 
 def _partition_rows(survey: Survey, partition: PartitionId, assignment: Assignment) -> list[_Row]:
     """A row for each node that the map or the node itself says holds the partition."""
-    master = assignment.active or assignment.handing_over
+    active_name = assignment.active or assignment.handing_over
     names = dict.fromkeys(assignment.holders())
     for name, report in survey.nodes.items():
         if report.state_of(partition) is not PartitionState.DEAD:
             names[name] = None
-    leading = _info(survey.nodes.get(master), partition)
+    active_info = _info(survey.nodes.get(active_name), partition)
     rows = []
     for name in names:
-        assigned = assignment.state_of(name)
+        assigned_state = assignment.state_of(name)
         info = _info(survey.nodes.get(name), partition)
         if info is None:
             state = UNREACHABLE if survey.nodes[name].failure else PartitionState.DEAD.name.lower()
-            rows.append(_Row(partition, name, _state_text(state, assigned)))
+            rows.append(_Row(partition, name, _state_text(state, assigned_state)))
             continue
         lag = None
-        if leading is not None and info.log == leading.log:
-            lag = max(0, leading.high_seq - info.high_seq)
+        if active_info is not None and info.log == active_info.log:
+            lag = max(0, active_info.high_seq - info.high_seq)
         rows.append(
             _Row(
                 partition,
                 name,
-                _state_text(info.state.name.lower(), assigned),
+                _state_text(info.state.name.lower(), assigned_state),
                 f"{info.log.current:016x}",
                 info.high_seq,
                 info.persisted_seq,
@@ -126,8 +126,8 @@ def _info(report: NodeReport | None, partition: PartitionId) -> PartitionInfo | 
     return report.partitions[partition]
 
 
-def _state_text(state: str, assigned: PartitionState) -> str:
-    expected = assigned.name.lower()
+def _state_text(state: str, assigned_state: PartitionState) -> str:
+    expected = assigned_state.name.lower()
     return state if state == expected else f"{state}, to be {expected}"
 
 
@@ -149,7 +149,7 @@ def _totals(rows: list[_Row]) -> list[tuple[object, ...]]:
                 _sum([row.persisted_seq for row in group]),
                 _sum([row.lag for row in group]),
             )
-            totals.append(_known((ranges_text(partitions), node, state, *sums)))
+            totals.append(_with_question_marks((ranges_text(partitions), node, state, *sums)))
     return totals
 
 
@@ -157,5 +157,5 @@ def _sum(values: list[int | None]) -> int | None:
     return None if None in values else sum(value or 0 for value in values)
 
 
-def _known(row: tuple[object, ...]) -> tuple[object, ...]:
+def _with_question_marks(row: tuple[object, ...]) -> tuple[object, ...]:
     return tuple("?" if value is None else value for value in row)

@@ -49,7 +49,7 @@ class BadRow:
     """A row that cannot be read.
 
     Attributes:
-        line: As in `Row`.
+        line: The line on which it begins, counted from 1; in Parquet the row's number.
         reason: Why not.
     """
 

@@ -1,4 +1,4 @@
-"""The options that say how a command's links are protected, and who gives the command."""
+"""The options of encrypted connections and of the log-in."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def security_options() -> list[click.Option]:
 
 
 def log_in_options() -> list[click.Option]:
-    """The options that say who gives a command to a server."""
+    """The options of the log-in to a server."""
     return [
         _option(
             "--user",

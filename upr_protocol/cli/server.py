@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import Any
 
 import click
@@ -156,6 +157,15 @@ def lease_rows(statistics: dict[str, Any]) -> list[LeaseRow]:
         raise RemoteProtocolError("the server's statistics have no list of leases") from None
 
 
+def _lease_number(lease_id: str) -> int:
+    """The number that a lease's ID stands for."""
+    with suppress(ValueError):
+        number = int(lease_id, 16)
+        if 0 <= number < 1 << 64:
+            return number
+    raise click.UsageError(f"{lease_id!r} is not a lease's ID: see `upr leases list`")
+
+
 @leases.command(cls=TargetCommand)
 @bucket_argument
 @click.argument("lease_id", metavar="ID")
@@ -164,13 +174,8 @@ def release(target: Address, lease_id: str) -> None:
 
     Its owner may find that the changes it was reading are gone.
     """
-    try:
-        lease = int(lease_id, 16)
-    except ValueError:
-        lease = -1
-    if not 0 <= lease < 1 << 64:
-        raise click.UsageError(f"{lease_id!r} is not a lease's ID: see `upr leases list`")
-    ask(target, lambda client: client.release_lease(lease))
+    number = _lease_number(lease_id)
+    ask(target, lambda client: client.release_lease(number))
     print_line(f"released {lease_id}")
 
 

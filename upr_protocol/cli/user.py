@@ -206,13 +206,15 @@ def limit(target: Address, name: str, **limits: int) -> None:
       upr user limit uprs://db1:12000 bob --connections 10 --bytes-in 10000000
       upr user limit uprs://db1:12000 bob
     """
-    of_user = Limits(**limits)
+    user_limits = Limits(**limits)
     try:
-        of_user.check()
+        user_limits.check()
     except UsersError as error:
         raise click.UsageError(str(error)) from error
-    change_users(target, SetLimits(name, of_user))
-    print_line(f"the limits of {name}: {of_user}" if str(of_user) else f"{name} has no limits")
+    change_users(target, SetLimits(name, user_limits))
+    print_line(
+        f"the limits of {name}: {user_limits}" if str(user_limits) else f"{name} has no limits"
+    )
 
 
 @user.command(cls=TargetCommand)
