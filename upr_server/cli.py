@@ -453,7 +453,7 @@ def dump_command(
     second field (key_encoding, value_encoding) says so. Damaged records are left out, and reported
     on standard error. The command changes nothing. Stop the server that uses the directory first.
     """
-    options = DumpOptions(-1 if partition is None else partition, keys_only, history)
+    options = DumpOptions(partition, keys_only, history)
     inspected = _inspect(data_dir, bucket, "dump", options)
     for problem in inspected.problems:
         _say(str(problem))

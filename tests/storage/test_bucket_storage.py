@@ -165,6 +165,7 @@ def test_a_step_is_bounded(bucket: BucketStorage) -> None:
     marks = [0] * PARTITIONS
     for step in tidy(bucket, urgent=True):
         if not step.is_compaction:
+            assert step.partition is not None
             assert 0 < step.indexed - marks[step.partition] <= 300 + 20
             taken_in = step.indexed - marks[step.partition]
             marks[step.partition] = step.indexed
@@ -183,6 +184,7 @@ def test_partitions_with_little_to_index_share_a_commit(bucket: BucketStorage) -
     progress = {
         other.partition: (other.indexed, other.item_count) for other in step.other_partitions
     }
+    assert step.partition is not None
     progress[step.partition] = step.indexed, step.item_count
     for partition, (indexed, item_count) in progress.items():
         assert indexed == model.highs[partition]
@@ -284,7 +286,7 @@ def test_the_purge_number_is_reported_even_if_the_index_fails(
             before_cas = max(model.highs) - 100
             step = bucket.maintain(urgent=True, leases=(), purge_before_cas=before_cas)
             more, failed = step.has_more, step.is_stuck
-            if step.partition >= 0:
+            if step.partition is not None:
                 purge_seqs[step.partition] = step.purge_seq
     assert failed == isinstance(error, CorruptionError)
     assert any(purge_seqs)

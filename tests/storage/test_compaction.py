@@ -139,7 +139,7 @@ class Life(RuleBasedStateMachine):
         )
         for lease_id in step.broken_leases:
             assert self.lapsed.pop(lease_id).ranges[0][0] == step.partition
-        if step.partition >= 0:
+        if step.partition is not None:
             partition = step.partition
             assert before[partition] <= step.purge_seq <= self.model.highs[partition]
             assert step.purge_seq == self.log.load().partitions[partition].purge_seq

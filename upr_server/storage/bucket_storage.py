@@ -87,7 +87,7 @@ class MaintenanceStep(msgspec.Struct, frozen=True):
         other_partitions: Other partitions that were indexed in the same commit.
     """
 
-    partition: int = -1
+    partition: int | None = None
     indexed: SeqNo = SeqNo(0)
     item_count: int = 0
     purge_seq: SeqNo = SeqNo(0)

@@ -89,7 +89,7 @@ def change(data: Path, part: str, do: Callable[[WriteTransaction], None]) -> Non
     ordered_map.close()
 
 
-def problems_in(data: Path) -> list[tuple[int, str]]:
+def problems_in(data: Path) -> list[tuple[int | None, str]]:
     log, index = open_bucket(data / "buckets" / BUCKET)
     try:
         return [

@@ -79,10 +79,10 @@ class BucketCheck:
                 if problems <= PROBLEMS_MAX:
                     yield self._problem(report)
         except Exception as error:  # noqa: BLE001  # damage may end a parser in any way
-            yield self._problem(Damage(f"it cannot be read to its end ({error})", -1, in_index))
+            yield self._problem(Damage(f"it cannot be read to its end ({error})", None, in_index))
         if problems > PROBLEMS_MAX:
             text = f"and {problems - PROBLEMS_MAX} problems more there"
-            yield self._problem(Damage(text, -1, in_index))
+            yield self._problem(Damage(text, None, in_index))
 
     def _problem(self, damage: Damage) -> Problem:
         advice = INDEX_ADVICE if damage.in_index else LOG_ADVICE

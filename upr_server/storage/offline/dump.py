@@ -34,13 +34,13 @@ class DumpOptions(msgspec.Struct, frozen=True):
     """What to dump.
 
     Attributes:
-        partition: The partition; -1 for all.
+        partition: The partition; None for all.
         keys_only: Whether to leave the values out.
         history: Whether to print every mutation that the log still has, instead of the newest of
             each key.
     """
 
-    partition: int = -1
+    partition: int | None = None
     keys_only: bool = False
     history: bool = False
 
@@ -66,7 +66,7 @@ class BucketDump:
     def run(self, first_stage: int = 0) -> Iterator[Finding]:
         """Writes partition by partition from `first_stage` on."""
         for partition in range(first_stage, partition_count(self._log)):
-            if self._options.partition in (-1, partition):
+            if self._options.partition in (None, partition):
                 yield Stage(partition, "the chunks", partition)
                 try:
                     yield from self._dump_partition(partition)

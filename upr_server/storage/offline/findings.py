@@ -21,19 +21,19 @@ class Problem(msgspec.Struct, frozen=True, tag=True):
 
     Attributes:
         bucket: The bucket.
-        partition: The partition; -1 for the bucket as a whole.
+        partition: The partition; None for the bucket as a whole.
         description: What is wrong.
         advice: What to do.
     """
 
     bucket: str
-    partition: int
+    partition: int | None
     description: str
     advice: str
 
     def __str__(self) -> str:
         where = f"bucket {self.bucket}"
-        if self.partition >= 0:
+        if self.partition is not None:
             where += f", partition {self.partition}"
         return f"{where}: {self.description}; {self.advice}"
 
@@ -58,13 +58,13 @@ class Stage(msgspec.Struct, frozen=True, tag=True):
     Attributes:
         number: The stage's number.
         text: What it reads.
-        partition: The partition that it reads; -1 for the whole bucket.
+        partition: The partition that it reads; None for the whole bucket.
         is_index: Whether it reads the index alone.
     """
 
     number: int
     text: str
-    partition: int = -1
+    partition: int | None = None
     is_index: bool = False
 
 
@@ -76,12 +76,12 @@ class Damage(msgspec.Struct, frozen=True):
 
     Attributes:
         description: What is wrong.
-        partition: The partition; -1 for the bucket as a whole.
+        partition: The partition; None for the bucket as a whole.
         in_index: Whether only the index is damaged, which can be rebuilt.
     """
 
     description: str
-    partition: int = -1
+    partition: int | None = None
     in_index: bool = False
 
 

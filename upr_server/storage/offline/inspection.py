@@ -159,4 +159,4 @@ def _findings(
             advice = f"{INDEX_ADVICE}; then check again"
             yield from BucketCheck(name, log, open_map(folder / "index")).run(first_stage)
     except (StorageError, OSError) as error:
-        yield Problem(name, -1, str(error), advice)
+        yield Problem(name, None, str(error), advice)

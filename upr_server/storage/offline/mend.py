@@ -30,20 +30,20 @@ class DamagedPartition(msgspec.Struct, frozen=True):
 
     Attributes:
         bucket: The bucket.
-        partition: The partition; -1 for the bucket as a whole.
+        partition: The partition; None for the bucket as a whole.
         is_emptied: Whether it was emptied. Only a replica is.
         damage: What is damaged.
         is_refused: Whether it is a record without which the server refuses the whole partition.
     """
 
     bucket: str
-    partition: int
+    partition: int | None
     is_emptied: bool
     damage: str
     is_refused: bool = False
 
     def __str__(self) -> str:
-        if self.partition < 0:
+        if self.partition is None:
             return (
                 f"bucket {self.bucket}: not mended: {self.damage}; `upr-server check` says what "
                 "else is damaged. If other nodes have the bucket, delete it here with `upr bucket "
@@ -87,7 +87,7 @@ def empty_damaged_replicas(path: Path) -> Iterator[DamagedPartition]:
                 finally:
                     storage.close()
             except CorruptionError as error:
-                yield DamagedPartition(name, -1, is_emptied=False, damage=str(error))
+                yield DamagedPartition(name, None, is_emptied=False, damage=str(error))
 
 
 def _mend(storage: BucketStorage, name: str) -> Iterator[DamagedPartition]:

@@ -205,7 +205,7 @@ class Maintenance:
             await noted.wait()
         self._leases.mark_broken(step.broken_leases)
         self._flusher.set_index_can_move(True)
-        if step.partition < 0:
+        if step.partition is None:
             return False
         partition = self._bucket.partitions[step.partition]
         self._note_damage(partition.id, step)
