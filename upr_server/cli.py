@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import os
 import shlex
 import signal
@@ -162,6 +163,8 @@ def serve_command(config_path: Path | None, **options: Any) -> None:
     config = _config(config_path, **options)
     set_up_logging(config.log_level, config.log_format)
 
+    # A crash in C tells its place on standard error.
+    faulthandler.enable(2)
     keep_heap_small()
     collect_only_young()
 

@@ -435,6 +435,33 @@ async def test_a_start_without_threads_is_one_sentence(command: str, tmp_path: P
     assert finished.err.count("\n") == 1
 
 
+@pytest.mark.parametrize("process", ["server", "writer"])
+async def test_a_crash_in_c_tells_its_place(process: str, tmp_path: Path) -> None:
+    """As an operator starts it: with nothing in the environment that has Python tell."""
+    log_path = tmp_path / "log"
+    command = (
+        *UPR_SERVER,
+        "serve",
+        "--listen",
+        "127.0.0.1:0",
+        "--data-dir",
+        str(tmp_path / "data"),
+    )
+    variables = {**environment(), "PYTHONFAULTHANDLER": ""}
+    with log_path.open("wb") as log:
+        server = await trio.lowlevel.open_process(
+            command, stdout=subprocess.PIPE, stderr=log, cwd=ROOT, env=variables
+        )
+    assert server.stdout is not None
+    async with server.stdout:
+        with trio.fail_after(STOP_TIMEOUT_S):
+            assert (await server.stdout.receive_some()).startswith(b"listening on")
+            crashing = server.pid if process == "server" else min(children_of(server.pid))
+            os.kill(crashing, signal.SIGSEGV)
+            assert await server.wait() == (-signal.SIGSEGV if process == "server" else 1)
+    assert "Fatal Python error: Segmentation fault" in log_path.read_text()
+
+
 @pytest.mark.parametrize("delay_s", effort([0.1, 0.4], [0.1, 0.2, 0.3, 0.4, 0.6]))
 async def test_ctrl_c_during_the_start_ends_it_without_a_traceback(
     delay_s: float, tmp_path: Path

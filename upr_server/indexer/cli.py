@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import os
 import sys
 from pathlib import Path
@@ -160,6 +161,8 @@ def main(config_path: Path | None, **options: Any) -> None:
     except ConfigError as error:
         raise click.UsageError(str(error)) from error
     set_up_logging(config.log_level, config.log_format)
+    # A crash in C tells its place on standard error.
+    faulthandler.enable(2)
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     # The received keys and the documents of a round are many objects, none of them in a cycle.
     collect_rarely()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import signal
 import socket
 import sys
@@ -158,6 +159,8 @@ def main(descriptor: int) -> None:
     # stops its workers in order. If it is killed, the socket says so.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
+    # A crash in C tells its place on standard error.
+    faulthandler.enable(2)
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     collect_rarely()
     trio.run(_serve, descriptor)

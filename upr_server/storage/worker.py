@@ -11,6 +11,7 @@ The process ends when its pipe does. So however the server ends, it leaves no pr
 
 from __future__ import annotations
 
+import faulthandler
 import signal
 import socket
 import sys
@@ -46,6 +47,8 @@ def main(arguments: Sequence[str]) -> None:
     for signal_number in (signal.SIGINT, signal.SIGTERM):
         # Ctrl-C reaches the whole process group. The server closes the pipe when it has stopped.
         signal.signal(signal_number, signal.SIG_IGN)
+    # A crash in C tells its place on standard error.
+    faulthandler.enable(2)
     directory = DataDirectory(Path(path), readonly=role == "reader", bytes_max=int(bytes_max))
     slots = None
     if int(slots_descriptor) != NO_DESCRIPTOR:
