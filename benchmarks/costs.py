@@ -22,7 +22,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from itertools import chain, count
+from itertools import count
 from random import Random
 from statistics import median
 from time import process_time_ns
@@ -68,7 +68,7 @@ from upr_server.replication.replicator import move_to_record
 from upr_server.storage.calls import Commit
 from upr_server.storage.chunk_log import PartitionWrite
 from upr_server.storage.messages import RequestPacking
-from upr_server.storage.online.flusher import record_of, unsaved_answers
+from upr_server.storage.online.flusher import record_of
 
 T = TypeVar("T")
 
@@ -270,7 +270,7 @@ class Node:
         partition = self._replica.partitions[partition_id]
         write = self._received[partition_id].take_write()
         partition.repeated_batches.add_received(write.answers)
-        answers = list(chain.from_iterable(unsaved_answers(partition, write.record.high)))
+        answers, _ = partition.repeated_batches.answers.take_unsaved(write.record.high)
         return PartitionWrite(
             partition_id, write.record, write.chunks, answers, write.ends, write.purge_seq
         )
@@ -285,7 +285,7 @@ class Node:
                 chunks.append(chunk)
             if chunks:
                 end = chunks[-1].end
-                answers = list(chain.from_iterable(unsaved_answers(partition, end)))
+                answers, _ = partition.repeated_batches.answers.take_unsaved(end)
                 record = record_of(partition, end)
                 ends = [chunk.end for chunk in chunks]
                 writes.append(PartitionWrite(partition.id, record, chunks, answers, ends))

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Final
 from upr_kernel.defects import ChunkDefectError, Defect
 from upr_kernel.flags import HAS_PREFIX, HAS_SEQS, MAY_EXPIRE, SEQS_RISE, UNCONDITIONAL
 
-REVISION: Final = 11
+REVISION: Final = 12
 """Raised with each change of the interface: a library that was built before it is not used."""
 
 NATIVE: Final = "native"
@@ -26,6 +26,7 @@ if TYPE_CHECKING or environ.get("UPR_PURE_PYTHON", "0") not in ("", "0"):
         KeyTable,
         OpenRows,
         add_runs,
+        answer_records,
         check,
         encode_replies,
         find_misplaced,
@@ -48,6 +49,7 @@ else:
             KeyTable,
             OpenRows,
             add_runs,
+            answer_records,
             check,
             encode_replies,
             find_misplaced,
@@ -70,6 +72,7 @@ else:
             KeyTable,
             OpenRows,
             add_runs,
+            answer_records,
             check,
             encode_replies,
             find_misplaced,
@@ -99,6 +102,7 @@ __all__ = [
     "KeyTable",
     "OpenRows",
     "add_runs",
+    "answer_records",
     "check",
     "encode_replies",
     "find_misplaced",

@@ -6,6 +6,7 @@ from upr_kernel.pure import Answers as Answers
 from upr_kernel.pure import KeyTable as KeyTable
 from upr_kernel.pure import OpenRows as OpenRows
 from upr_kernel.pure import add_runs as add_runs
+from upr_kernel.pure import answer_records as answer_records
 from upr_kernel.pure import check as check
 from upr_kernel.pure import encode_replies as encode_replies
 from upr_kernel.pure import find_misplaced as find_misplaced

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from tests.engine.model import Model, Reader
+from tests.kit.answer_rows import unpack_rows
 from upr_protocol.chunk import Chunk, Mutation
 from upr_protocol.failover import FailoverLog
 from upr_protocol.ids import Cas, Operation, PartitionState, SeqNo
@@ -67,7 +68,8 @@ class NaiveDisk:
             self.chunk_ends += ends
         self.high = committed[-1][2]
         self.last_cas = partition.last_cas
-        for name, answer in partition.repeated_batches.answers.take_unsaved(self.high).items():
+        answer_rows, _ = partition.repeated_batches.answers.take_unsaved(self.high)
+        for name, answer in unpack_rows(answer_rows).items():
             token = WriterToken(*name)
             if answer is None:
                 self.answers.pop(token, None)

@@ -24,6 +24,7 @@ from tests.engine.helpers import (
     transcript,
 )
 from tests.engine.helpers import chunks as all_chunks
+from tests.kit.answer_rows import unpack_rows
 from tests.kit.effort import effort
 from upr_protocol.chunk import Chunk, ChunkPieces, CounterDelta, Mutation, chunk_of_plain_sets
 from upr_protocol.errors import ChunkError, Status
@@ -740,7 +741,8 @@ def test_answers_are_remembered_in_few_bytes() -> None:
     for counter in range(1, 65):
         token = WriterToken(bytes(16), counter)
         answers[counter] = partition.mutate(batch_of(chunk, token), now=NOW)
-    assert partition.repeated_batches.answers.take_unsaved(partition.high_seq) == {
+    answer_rows, _ = partition.repeated_batches.answers.take_unsaved(partition.high_seq)
+    assert unpack_rows(answer_rows) == {
         (bytes(16), counter): None if counter <= 64 - 16 else pack_result(answers[counter])
         for counter in answers
     }
@@ -892,7 +894,8 @@ class TasksRunAgain(RuleBasedStateMachine):
     @rule()
     def commit(self) -> None:
         through = self.partition.high_seq
-        for name, answer in self.partition.repeated_batches.answers.take_unsaved(through).items():
+        rows, _ = self.partition.repeated_batches.answers.take_unsaved(through)
+        for name, answer in unpack_rows(rows).items():
             token = WriterToken(*name)
             if answer is None:
                 self.answers.pop(token, None)

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
+from tests.kit.answer_rows import unpack_rows
 from upr_protocol.chunk import Chunk, Mutation
 from upr_protocol.errors import Status
 from upr_protocol.failover import FailoverLog
@@ -283,10 +284,10 @@ class Replicated(RuleBasedStateMachine):
         through = int(share * self.high)
         is_last = False
         while not is_last:
-            changes = self.source.take_unsaved(through, count_max)
-            assert len(changes) <= count_max
-            is_last = len(changes) < count_max
-            for name, answer in changes.items():
+            rows, count = self.source.take_unsaved(through, count_max)
+            assert count <= count_max
+            is_last = count < count_max
+            for name, answer in unpack_rows(rows).items():
                 token = WriterToken(*name)
                 if answer is None:
                     self.disk.pop(token, None)

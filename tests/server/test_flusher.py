@@ -14,6 +14,7 @@ import trio
 from trio.testing import MockClock
 
 from tests.engine.helpers import cursor_at, new_bucket, put
+from tests.kit.answer_rows import unpack_rows
 from upr_protocol.ids import PartitionId, SeqNo
 from upr_server.engine import Bucket, Partition
 from upr_server.engine.publisher_answers import BATCHES_MAX, UNSAVED_BYTES, WriterToken
@@ -305,10 +306,9 @@ async def test_thousands_of_answers_are_taken_some_in_each_step(autojump_clock: 
         put(run.partition, b"b")
         await trio.sleep(1.0)
         assert taking.longest == STEP_ANSWERS
-        on_disk: dict[tuple[bytes, int], bytes] = {}
+        on_disk: dict[tuple[bytes, int], bytes | None] = {}
         for _, commit in run.store.commits:
-            for stored in commit.writes[0].tokens:
-                on_disk[stored.writer, stored.counter] = stored.answer
+            on_disk |= unpack_rows(commit.writes[0].answers)
         on_disk = {token: answer for token, answer in on_disk.items() if answer}
         remembered = answers.answers_between(0, run.partition.high_seq)
         assert next(counters) > BATCHES_MAX + 3

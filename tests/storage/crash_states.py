@@ -23,6 +23,7 @@ from typing import Final
 
 import msgspec
 
+from tests.kit.answer_rows import pack_rows
 from tests.kit.effort import effort
 from tests.storage.write_recorder import (
     Event,
@@ -36,7 +37,7 @@ from tests.storage.write_recorder import (
 from upr_protocol.chunk import Chunk, ChunkBuilder
 from upr_protocol.ids import Operation, PartitionState, SeqNo
 from upr_server.storage import compaction
-from upr_server.storage.chunk_log import ChunkLog, PartitionWrite, StoredAnswer
+from upr_server.storage.chunk_log import ChunkLog, PartitionWrite
 from upr_server.storage.compaction import Compaction
 from upr_server.storage.key_index import KeyIndex
 from upr_server.storage.lmdb_ordered_map import LmdbOrderedMap
@@ -126,8 +127,8 @@ def commit_some(log: ChunkLog, random: Random) -> None:
             chunks.append(some_chunk(random, high))
             high = chunks[-1].end
         counter = random.randrange(20)
-        token = StoredAnswer(b"a writer, really", counter, random.choice((b"", b"the answer")))
-        writes.append(PartitionWrite(partition, record_of(high), chunks, (token,)))
+        answers = pack_rows([(b"a writer, really", counter, random.choice((b"", b"the answer")))])
+        writes.append(PartitionWrite(partition, record_of(high), chunks, answers))
     log.commit(writes)
 
 

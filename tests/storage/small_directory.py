@@ -8,11 +8,12 @@ from typing import Final
 
 import msgspec
 
+from tests.kit.answer_rows import pack_rows
 from upr_protocol.chunk import Chunk, Mutation
 from upr_protocol.ids import Cas, Operation, PartitionState, SeqNo
 from upr_server.engine import FetchRequest
 from upr_server.storage.bucket_storage import BucketStorage
-from upr_server.storage.chunk_log import PartitionWrite, StoredAnswer, StoredBucket
+from upr_server.storage.chunk_log import PartitionWrite, StoredBucket
 from upr_server.storage.compaction import Compaction
 from upr_server.storage.directory import DataDirectory, prepare
 from upr_server.storage.records import BucketRecord, LeaseRecord, PartitionRecord
@@ -83,10 +84,11 @@ def _write(
     chunk = Chunk.build(rows, high, SeqNo(high + count))
     log = ((7, 0),) if turn < 10 else ((9, 1), (7, 0))
     record = PartitionRecord(PartitionState.ACTIVE, log, chunk.end, chunk.end * 2)
-    tokens = [StoredAnswer(b"writer of %d......" % partition, turn, b"answer %d" % turn)]
+    writer = b"writer of %d......" % partition
+    answers = [(writer, turn, b"answer %d" % turn)]
     if turn > 3:
-        tokens.append(msgspec.structs.replace(tokens[0], counter=turn - 3, answer=b""))
-    return PartitionWrite(partition, record, [chunk], tokens)
+        answers.append((writer, turn - 3, b""))
+    return PartitionWrite(partition, record, [chunk], pack_rows(answers))
 
 
 def _compact(storage: BucketStorage, partition: int, purge_before_cas: int) -> None:

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.kit.answer_rows import pack_rows
 from tests.storage.log_model import Model, chunk_of, read, record_of, row
 from upr_protocol.chunk import Chunk
 from upr_protocol.ids import Operation, SeqNo
@@ -71,9 +72,10 @@ def some_chunk(start: int, count: int, skipped: int = 0) -> Chunk:
     return chunk_of(rows, start, seqs[-1])
 
 
-def write(partition: int, *chunks: Chunk, tokens: tuple[StoredAnswer, ...] = ()) -> PartitionWrite:
+def write(partition: int, *chunks: Chunk, answers: tuple[StoredAnswer, ...] = ()) -> PartitionWrite:
     high = chunks[-1].end if chunks else 0
-    return PartitionWrite(partition, record_of(high), chunks, tokens)
+    rows = pack_rows((answer.writer, answer.counter, answer.answer) for answer in answers)
+    return PartitionWrite(partition, record_of(high), chunks, rows)
 
 
 @settings(max_examples=60)
@@ -210,12 +212,12 @@ def test_a_commit_that_does_not_begin_at_the_end_changes_nothing(
 
 def test_answers_are_stored_in_order_and_deleted(log: ChunkLog) -> None:
     tokens = tuple(StoredAnswer(WRITER, counter, b"answer %d" % counter) for counter in (300, 2, 1))
-    log.commit([write(0, tokens=tokens), write(2, tokens=tokens[:1])])
+    log.commit([write(0, answers=tokens), write(2, answers=tokens[:1])])
     partitions = log.load().partitions
     assert list(partitions[0].tokens) == [tokens[2], tokens[1], tokens[0]]
     assert (list(partitions[1].tokens), list(partitions[2].tokens)) == ([], [tokens[0]])
     forgotten = (StoredAnswer(WRITER, 2, b""), StoredAnswer(WRITER, 7, b""))
-    log.commit([write(0, tokens=forgotten)])
+    log.commit([write(0, answers=forgotten)])
     assert [token.counter for token in log.load().partitions[0].tokens] == [1, 300]
 
 

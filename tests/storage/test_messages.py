@@ -8,12 +8,14 @@ from typing import Final
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.kit.answer_rows import pack_rows
 from tests.kit.effort import effort
 from tests.storage.log_model import chunk_of, record_of, row
 from upr_protocol.ids import Operation, SeqNo
 from upr_server.storage.calls import Commit
-from upr_server.storage.chunk_log import PartitionWrite, StoredAnswer
+from upr_server.storage.chunk_log import PartitionWrite
 from upr_server.storage.messages import (
+    ITEM_BYTES,
     STEP_ITEMS,
     RequestPacking,
     StoreRequest,
@@ -22,14 +24,14 @@ from upr_server.storage.messages import (
 )
 
 CHUNKS: Final = [chunk_of([row(Operation.SET, b"k", seq, seq)], seq - 1, seq) for seq in (1, 2, 3)]
-ANSWER: Final = StoredAnswer(b"w" * 16, 1, b"answer")
+ANSWER: Final = pack_rows([(b"w" * 16, 1, b"answer")])
 FEW: Final = st.integers(0, 20)
 MANY: Final = st.integers(STEP_ITEMS - 1, 2 * STEP_ITEMS + 1)
 
 
 def write_of(chunk_count: int, answer_count: int, end_count: int) -> PartitionWrite:
     chunks = list(islice(cycle(CHUNKS), chunk_count))
-    answers, ends = (ANSWER,) * answer_count, (SeqNo(3),) * end_count
+    answers, ends = ANSWER * answer_count, (SeqNo(3),) * end_count
     return PartitionWrite(5, record_of(3), chunks, answers, ends)
 
 
@@ -54,5 +56,8 @@ def test_a_request_in_steps_has_the_bytes_of_the_whole(writes: list[PartitionWri
     step_count = sum(1 for _ in packing.steps())
 
     assert b"".join(packing.parts) == b"".join([head, message, *buffers])
-    items = sum(1 + len(write.chunks) + len(write.tokens) + len(write.ends) for write in writes)
+    items = sum(
+        1 + len(write.chunks) + len(write.ends) + len(write.answers) // ITEM_BYTES
+        for write in writes
+    )
     assert step_count >= items // STEP_ITEMS

@@ -20,6 +20,7 @@ import lmdb
 import pytest
 import trio
 
+from tests.kit.answer_rows import pack_rows
 from tests.kit.process import ROOT, children_of, environment, eventually, status_of
 from tests.storage.log_model import Model, apply, chunk_of, record_of, row
 from upr_protocol.chunk import LARGE_BYTES, Chunk, Mutation
@@ -145,7 +146,8 @@ async def test_a_bucket_is_found_again_as_it_was_left(opener: Opener) -> None:
         await create(store)
         await store.ask(StartServing(BUCKET.name, [(1, record_of(0))]))
         write = some_write(0, 0)
-        write = PartitionWrite(0, write.record, write.chunks, [token])
+        answers = pack_rows([(token.writer, token.counter, token.answer)])
+        write = PartitionWrite(0, write.record, write.chunks, answers)
         await store.ask(Commit(BUCKET.name, [write, some_write(2, 0, 5)]))
         await store.ask(PutLease(BUCKET.name, lease))
         await store.ask(PutLease(BUCKET.name, LeaseRecord(10, "another", (), 60, 1.0)))

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from tests.kit.answer_rows import pack_rows
 from tests.storage.log_model import chunk_of, row
 from upr_protocol.chunk import Mutation
 from upr_protocol.ids import HistoryId, Operation, PartitionState, SeqNo
@@ -221,7 +222,8 @@ def test_a_truncation_breaks_leases_that_reach_behind_it() -> None:
 def test_a_truncation_deletes_answers() -> None:
     bucket = new_bucket()
     tokens = [StoredAnswer(bytes(16), counter, b"answer") for counter in (1, 2)]
-    bucket.commit([PartitionWrite(PARTITION, record(0), tokens=tokens)])
+    rows = pack_rows((token.writer, token.counter, token.answer) for token in tokens)
+    bucket.commit([PartitionWrite(PARTITION, record(0), answers=rows)])
     bucket.truncate(PARTITION, record(0), [StoredAnswer(bytes(16), 2, b"")])
     assert bucket.log.load().partitions[PARTITION].tokens == tokens[:1]
 

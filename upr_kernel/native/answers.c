@@ -653,44 +653,55 @@ track_unsaved(Answers *self, PyObject *Py_UNUSED(ignored))
     Py_RETURN_NONE;
 }
 
-/* Sets dict[(writer, counter)] to an answer, or to None. */
-static bool
-set_change(PyObject *changes, const Answer *answer)
+static size_t
+row_bytes(const Answer *answer)
 {
-    PyObject *token = Py_BuildValue("y#K", (const char *)answer->writer, (Py_ssize_t)WRITER_BYTES,
-                                    (unsigned long long)answer->counter);
-    bool is_done = token != NULL && PyDict_SetItem(changes, token, answer->bytes == NULL
-                                                                       ? Py_None
-                                                                       : answer->bytes) == 0;
-    Py_XDECREF(token);
-    return is_done;
+    return ANSWER_ROW_BYTES + (answer->bytes == NULL ? 0 : (size_t)PyBytes_Size(answer->bytes));
+}
+
+/* Writes the row of a change; returns what is behind it. */
+static uint8_t *
+write_row(uint8_t *row, const Answer *answer)
+{
+    size_t length = row_bytes(answer) - ANSWER_ROW_BYTES;
+    memcpy(row, answer->writer, WRITER_BYTES);
+    store_u64(row + WRITER_BYTES, answer->counter);
+    store_u32(row + ANSWER_ROW_BYTES - 4, (uint32_t)length);
+    if (length)
+        memcpy(row + ANSWER_ROW_BYTES, PyBytes_AsString(answer->bytes), length);
+    return row + ANSWER_ROW_BYTES + length;
 }
 
 static PyObject *
 take_unsaved(Answers *self, PyObject *const *args, Py_ssize_t count)
 {
-    uint64_t through, count_max;
+    uint64_t through, count_max, row_count = 0;
     if (!takes("take_unsaved", count, 2, 2) || !number_of(args[0], &through) ||
         !number_of(args[1], &count_max))
         return NULL;
-    PyObject *changes = PyDict_New();
-    for (Answer *answer = self->unsaved_first; changes != NULL && answer != NULL;) {
-        Answer *behind = answer->unsaved_behind;
-        if (answer->high > through || (uint64_t)PyDict_Size(changes) >= count_max)
-            break;
-        if (!set_change(changes, answer)) {
-            Py_CLEAR(changes);
-            break;
-        }
+    Answer *behind = self->unsaved_first;
+    size_t nbytes = 0;
+    for (; behind != NULL && behind->high <= through && row_count < count_max; row_count++) {
+        nbytes += row_bytes(behind);
+        behind = behind->unsaved_behind;
+    }
+    PyObject *rows = PyBytes_FromStringAndSize(NULL, (Py_ssize_t)nbytes);
+    PyObject *result = rows == NULL ? NULL
+                                    : Py_BuildValue("NK", rows, (unsigned long long)row_count);
+    if (result == NULL)
+        return NULL;
+    uint8_t *row = (uint8_t *)PyBytes_AsString(rows);
+    while (self->unsaved_first != behind) {
+        Answer *answer = self->unsaved_first;
+        row = write_row(row, answer);
         self->nbytes -= self->unsaved_bytes;
         if (answer->is_forgotten) {
             self->nbytes -= answer->nbytes;
             Py_CLEAR(answer->bytes);
         }
         remove_unsaved(self, answer);
-        answer = behind;
     }
-    return changes;
+    return result;
 }
 
 /* Truncating. */

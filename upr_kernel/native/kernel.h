@@ -199,7 +199,8 @@ typedef struct {
 bool is_key_table(PyObject *object);
 bool is_answers(PyObject *object);
 
-enum { WRITER_BYTES = 16 };
+/* A row of a change begins with a writer, a counter and the length of the answer. */
+enum { WRITER_BYTES = 16, ANSWER_ROW_BYTES = 28 };
 
 /* A run that was added for a publisher: its token, and what it is answered. */
 typedef struct {
@@ -246,6 +247,7 @@ PyObject *pack_header(PyObject *module, PyObject *const *args, Py_ssize_t count)
 PyObject *read_header(PyObject *module, PyObject *const *args, Py_ssize_t count);
 PyObject *encode_replies(PyObject *module, PyObject *const *args, Py_ssize_t count);
 PyObject *add_runs(PyObject *module, PyObject *const *args, Py_ssize_t count);
+PyObject *answer_records(PyObject *module, PyObject *const *args, Py_ssize_t count);
 void fill_crc_tables(void);
 int add_open_rows(PyObject *module);
 int add_answers(PyObject *module);

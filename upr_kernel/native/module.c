@@ -53,6 +53,7 @@ load_defect(void)
 
 static PyMethodDef functions[] = {
     {"add_runs", (PyCFunction)(void (*)(void))add_runs, METH_FASTCALL, NULL},
+    {"answer_records", (PyCFunction)(void (*)(void))answer_records, METH_FASTCALL, NULL},
     {"check", (PyCFunction)(void (*)(void))check, METH_FASTCALL, NULL},
     {"encode_replies", (PyCFunction)(void (*)(void))encode_replies, METH_FASTCALL, NULL},
     {"gather", (PyCFunction)(void (*)(void))gather, METH_FASTCALL, NULL},

@@ -1,5 +1,6 @@
 """The kernel in Python: what the native one does, and the description of what that is."""
 
+from upr_kernel.pure.answer_records import answer_records
 from upr_kernel.pure.answers import Answers
 from upr_kernel.pure.bundles import join_runs
 from upr_kernel.pure.chunks import check, gather, select_prefix
@@ -16,6 +17,7 @@ __all__ = [
     "KeyTable",
     "OpenRows",
     "add_runs",
+    "answer_records",
     "check",
     "encode_replies",
     "find_misplaced",

@@ -7,10 +7,12 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import OrderedDict
-from itertools import takewhile
+from itertools import islice, takewhile
 from operator import attrgetter
 from struct import Struct
 from typing import Final, NamedTuple
+
+from upr_kernel.pure.answer_records import ROW
 
 Token = tuple[bytes, int]
 """A writer's ID, and the counter of one of its batches."""
@@ -177,25 +179,31 @@ class Answers:
         if self._unsaved is None:
             self._unsaved = {}
 
-    def take_unsaved(self, through: int, count_max: int, /) -> dict[Token, bytes | None]:
+    def take_unsaved(self, through: int, count_max: int, /) -> tuple[bytes, int]:
         """What has changed since the last call, while the partition's high number was at most
-        `through`: answers remembered, and None for those forgotten. Of at most `count_max`
-        batches, the oldest first: if there are fewer, these are all."""
-        answers: dict[Token, bytes | None] = {}
+        `through`: answers remembered and forgotten. O(changes).
+
+        Args:
+            through: See above.
+            count_max: How many changes are taken at most, the oldest first.
+
+        Returns:
+            A row for each change (`answer_records.ROW`), and how many there are: if fewer than
+            `count_max`, these are all.
+        """
+        rows: list[bytes] = []
         unsaved = self._unsaved or {}
-        changes: list[_Change] = []
-        for change in takewhile(lambda change: change.high <= through, unsaved):
-            if len(answers) >= count_max:
-                break
-            changes.append(change)
-            answers[change.token] = change.answer
+        due = takewhile(lambda change: change.high <= through, unsaved)
+        changes = list(islice(due, min(count_max, len(unsaved))))
+        for change in changes:
+            answer = change.answer or b""
+            rows.append(ROW.pack(*change.token, len(answer)) + answer)
             self.nbytes -= self._limits.unsaved_bytes
             if change.is_forgotten:
                 self.nbytes -= change.nbytes
                 change.answer = None
-        for change in changes:
             del unsaved[change]
-        return answers
+        return b"".join(rows), len(changes)
 
     def remember(
         self, writer: bytes, counter: int, answer: bytes, high: int, attempt: int, /

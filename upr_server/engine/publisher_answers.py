@@ -193,12 +193,11 @@ class PublisherAnswers:
         """There is a disk: from now on, changes are kept for `take_unsaved`."""
         self.kernel_answers.track_unsaved()
 
-    def take_unsaved(
-        self, through: int, count_max: int = UNSAVED_ALL
-    ) -> dict[tuple[bytes, int], bytes | None]:
+    def take_unsaved(self, through: int, count_max: int = UNSAVED_ALL) -> tuple[bytes, int]:
         """What has changed since the last call, while the partition's high number was at most
-        `through`, by writer and counter: answers remembered, and None for those forgotten. Of at
-        most `count_max` batches, the oldest first: if there are fewer, these are all."""
+        `through`: a row of bytes for each answer that was remembered or forgotten, as
+        `upr_kernel.answer_records` reads them, and how many there are. Of at most `count_max`
+        changes, the oldest first: if there are fewer, these are all."""
         answers = self.kernel_answers
         nbytes_before = answers.nbytes
         changes = answers.take_unsaved(through, count_max)

@@ -14,6 +14,7 @@ from typing import Final, cast
 import msgspec
 from sortedcontainers import SortedDict
 
+from upr_kernel import answer_records
 from upr_protocol.chunk import Chunk, Mutation, encoded_bytes
 from upr_protocol.ids import PartitionState, SeqNo
 from upr_server.storage.errors import CorruptionError
@@ -76,7 +77,8 @@ class PartitionWrite(msgspec.Struct, frozen=True):
         partition: The partition.
         record: Its record afterwards.
         chunks: The mutations that lead there. Each chunk begins where the one before ends.
-        tokens: Answers to store and to delete.
+        answers: Answers to publishers to store and to delete: rows, as `PublisherAnswers` gives
+            what has changed.
         ends: Those of the chunks' ends at which a snapshot ends.
         purge_seq: Tombstones up to here may be missing from the chunks.
     """
@@ -84,7 +86,7 @@ class PartitionWrite(msgspec.Struct, frozen=True):
     partition: int
     record: PartitionRecord
     chunks: Sequence[Chunk] = ()
-    tokens: Sequence[StoredAnswer] = ()
+    answers: bytes = b""
     ends: Sequence[SeqNo] = ()
     purge_seq: SeqNo = SeqNo(0)
 
@@ -302,7 +304,8 @@ class ChunkLog:
         """
         with self.ordered_map.write() as transaction:
             self._truncate(transaction, partition, record)
-            self._put_tokens(transaction, partition, tokens)
+            for token in tokens:
+                transaction.delete(token_key(partition, token.writer, token.counter))
             if not record.high:
                 transaction.delete(partition_key(PURGE, partition))
                 transaction.delete(partition_key(FLOOR, partition))
@@ -397,18 +400,17 @@ class ChunkLog:
                 if write.record.received_seq != end:
                     raise ValueError(f"partition {partition} ends at {end}, not as {write.record}")
                 self._put_record(transaction, partition, write.record)
-                self._put_tokens(transaction, partition, write.tokens)
+                self._put_answers(transaction, partition, write.answers)
                 if write.purge_seq > self._purge_seq(transaction, partition):
                     key = partition_key(PURGE, partition)
                     transaction.put(key, pack_record(key, write.purge_seq))
 
-    def _put_tokens(
-        self, transaction: WriteTransaction, partition: int, tokens: Iterable[StoredAnswer]
-    ) -> None:
-        for token in tokens:
-            key = token_key(partition, token.writer, token.counter)
-            if token.answer:
-                transaction.put(key, seal(key, token.answer))
+    def _put_answers(self, transaction: WriteTransaction, partition: int, rows: bytes) -> None:
+        # Only the last change of each record, in the order of the keys: neighbours share pages.
+        newest = dict(answer_records(rows, partition_key(TOKEN, partition)))
+        for key, sealed in sorted(newest.items()):
+            if sealed:
+                transaction.put(key, sealed)
             else:
                 transaction.delete(key)
 

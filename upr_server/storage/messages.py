@@ -36,8 +36,10 @@ _RECORD: Final = Struct("<I?")
 RECORD_BYTES: Final = _RECORD.size
 
 STEP_ITEMS: Final = 2048
-"""Snapshots, answers to publishers and partitions that are packed before other tasks run: half a
-millisecond or so."""
+"""Snapshots and partitions that are packed before other tasks run: half a millisecond or so."""
+
+ITEM_BYTES: Final = 512
+"""Bytes of answers to publishers that cost as much as one of these."""
 
 STEP_CHUNKS: Final = 512
 """Chunks of an answer that are made before other tasks run: a millisecond or two. A read of 1 MiB
@@ -189,7 +191,8 @@ class RequestPacking:
         """They are joined in each step, but not as a whole: to copy 10 MB takes 3 ms."""
         packed, item_count = [_array_head(len(writes))], 0
         for write in writes:
-            write_count = 1 + len(write.chunks) + len(write.tokens) + len(write.ends)
+            write_count = 1 + len(write.chunks) + len(write.ends)
+            write_count += len(write.answers) // ITEM_BYTES
             if item_count + write_count > STEP_ITEMS:
                 yield b"".join(packed)
                 packed, item_count = [], 0
@@ -206,7 +209,7 @@ class RequestPacking:
         for name in fields:
             yield self._packer.pack(name)
             value = getattr(write, name)
-            if name in ("chunks", "tokens", "ends"):
+            if name in ("chunks", "ends"):
                 yield _array_head(len(value))
                 for step in _in_steps(value):
                     yield self._packer.pack(step).removeprefix(_array_head(len(step)))
