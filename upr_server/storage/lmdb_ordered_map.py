@@ -421,15 +421,7 @@ class _WriteTransaction(_ReadTransaction):
         self.is_changed = False
         self.sum_change = 0
         self._is_summed = is_summed
-
-    def _replaces(self, key: bytes, value: Buffer | None) -> None:
-        self.is_changed = True
-        if self._is_summed and key != COMMIT:
-            old_value = self.transaction.get(key)
-            if old_value is not None:
-                self.sum_change -= self._mark_in_sum(key, old_value)
-            if value is not None:
-                self.sum_change += _mark(key, value)
+        self._cursor = transaction.cursor()
 
     def _mark_in_sum(self, key: bytes, value: Buffer) -> int:
         """What the sum has for a record: for a damaged one, the mark that it had before."""
@@ -438,8 +430,15 @@ class _WriteTransaction(_ReadTransaction):
         return mark_before if mark == damaged_mark else mark
 
     def put(self, key: bytes, value: Buffer) -> None:
-        self._replaces(key, value)
-        self.transaction.put(key, value)
+        self.is_changed = True
+        if not self._is_summed or key == COMMIT:
+            self.transaction.put(key, value)
+            return
+        # One search, where the key is new; none, where it is in the page of the one before.
+        old_value = self._cursor.replace(key, value)
+        if old_value is not None:
+            self.sum_change -= self._mark_in_sum(key, old_value)
+        self.sum_change += _mark(key, value)
 
     def put_all(self, items: Iterable[tuple[bytes, Buffer]]) -> None:
         if self._is_summed:
@@ -451,8 +450,10 @@ class _WriteTransaction(_ReadTransaction):
             cursor.putmulti(items)
 
     def delete(self, key: bytes) -> None:
-        self._replaces(key, None)
-        self.transaction.delete(key)
+        self.is_changed = True
+        old_value = self._cursor.pop(key)
+        if self._is_summed and old_value is not None:
+            self.sum_change -= self._mark_in_sum(key, old_value)
 
 
 def _is_full(error: Exception) -> bool:
