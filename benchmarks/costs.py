@@ -280,8 +280,9 @@ class Node:
         for partition in self._bucket.partitions:
             cursor, chunks = partition.manager.persistence, []
             while cursor.poll():
+                partition.manager.join_unwritten()
                 chunk = cursor.next_whole_snapshot()
-                assert chunk is not None, "the consumer has had it, so it is closed and one chunk"
+                assert chunk is not None, "the consumer has had it, so it is closed"
                 chunks.append(chunk)
             if chunks:
                 end = chunks[-1].end

@@ -340,6 +340,10 @@ class OnDisk(RuleBasedStateMachine):
 
     # Rules: the disk.
 
+    @rule()
+    def join_for_disk(self) -> None:
+        self.partition.manager.join_unwritten()
+
     @rule(items=st.integers(1, 12))
     def read_for_disk(self, items: int) -> None:
         self.disk.read(self.partition, items)

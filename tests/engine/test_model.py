@@ -125,6 +125,11 @@ class Engine(RuleBasedStateMachine):
         for partition in self.bucket.partitions:
             partition.manager.consider_short_runs()
 
+    @rule()
+    def join_unwritten(self) -> None:
+        for partition in self.bucket.partitions:
+            partition.manager.join_unwritten()
+
     @precondition(lambda self: self.bucket.needs_collapse)
     @rule(budget=st.sampled_from([1, 50, 100_000]))
     def collapse(self, budget: int) -> None:

@@ -317,23 +317,26 @@ async def test_thousands_of_answers_are_taken_some_in_each_step(autojump_clock: 
 
 VALUE: Final = bytes(1000)
 
+LARGE_VALUE: Final = bytes(30_000)
+"""Three snapshots with one of these are written one by one."""
+
 
 async def test_a_full_commit_takes_no_further_snapshot(
     autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It ends with a whole snapshot, and the partitions that are left take their turn first."""
-    monkeypatch.setattr(flusher_module, "COMMIT_BYTES", 2_500)
+    monkeypatch.setattr(flusher_module, "COMMIT_BYTES", 75_000)
     async with running(partitions=4) as run:
         first, *other_partitions = run.bucket.partitions
         # Four closed snapshots and the open one.
         reader = cursor_at(first)
         for number in range(4):
-            put(first, b"%d" % number, value=VALUE)
+            put(first, b"%d" % number, value=LARGE_VALUE)
             while reader.poll():
                 reader.next()
-        put(first, b"open", value=VALUE)
+        put(first, b"open", value=LARGE_VALUE)
         for partition in other_partitions:
-            put(partition, b"a", value=VALUE)
+            put(partition, b"a", value=LARGE_VALUE)
         await trio.sleep(1.0)
         assert run.store.highs() == [{0: 3}, {1: 1, 2: 1, 3: 1}, {0: 5}]
         ends = [[write.ends for write in commit.writes] for _, commit in run.store.commits]
@@ -343,13 +346,13 @@ async def test_a_full_commit_takes_no_further_snapshot(
 async def test_a_commit_counts_the_snapshots_of_all_its_partitions(
     autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(flusher_module, "COMMIT_BYTES", 2_500)
+    monkeypatch.setattr(flusher_module, "COMMIT_BYTES", 75_000)
     async with running(partitions=2) as run:
         first, second = run.bucket.partitions
-        put(first, b"a", value=VALUE)
+        put(first, b"a", value=LARGE_VALUE)
         reader = cursor_at(second)
         for number in range(4):
-            put(second, b"%d" % number, value=VALUE)
+            put(second, b"%d" % number, value=LARGE_VALUE)
             while reader.poll():
                 reader.next()
         await trio.sleep(1.0)

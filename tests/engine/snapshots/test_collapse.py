@@ -29,6 +29,9 @@ from upr_server.engine.snapshots.collapse import (
     CHUNK_BYTES,
     CHUNK_MUTATIONS,
     COLLAPSE_SNAPSHOTS_MIN,
+    JOINED_SNAPSHOTS_MAX,
+    JOINED_SNAPSHOTS_MIN,
+    SHORT_RUN_BYTES_MAX,
     Collapse,
 )
 
@@ -91,6 +94,58 @@ def test_two_small_snapshots_on_each_side_of_a_cursor_become_one() -> None:
     assert read(partition) == "(0,2] a@2 . (2,3] a@3 . (3,5] a@5 . (5,7] a@7 ."
     assert transcript(items(inside)) == "a@3 . (3,5] a@5 . (5,7] a@7 ."
     assert transcript(items(front)) == "(5,7] a@7 ."
+
+
+def test_small_snapshots_are_put_together_before_they_are_written() -> None:
+    partition = new_partition()
+    leave_snapshots(partition, JOINED_SNAPSHOTS_MIN, b"a")
+    partition.manager.join_unwritten()
+    partition.check_invariants()
+    assert transcript(items(partition.manager.persistence)) == "(0,3] a@3 ."
+    assert read(partition) == "(0,3] a@3 ."
+
+
+def test_few_large_or_separate_snapshots_are_written_one_by_one() -> None:
+    few, large, separate = (new_partition() for _ in range(3))
+    leave_snapshots(few, JOINED_SNAPSHOTS_MIN - 1, b"a")
+    for _ in range(JOINED_SNAPSHOTS_MIN):
+        put(large, b"a", value=bytes(SHORT_RUN_BYTES_MAX // 2))
+        read(large, large.snapshot_end)
+    leave_snapshots(separate, 2, b"a")
+    reader = cursor_at(separate, 2)
+    leave_snapshots(separate, 2, b"a")
+    for partition in (few, large, separate):
+        partition.manager.join_unwritten()
+        partition.check_invariants()
+        count = len(partition.snapshots) - 1
+        assert transcript(items(partition.manager.persistence)).count(".") == count >= 2
+    assert transcript(items(reader)) == "(2,3] a@3 . (3,4] a@4 ."
+
+
+def test_a_disk_that_is_inside_a_snapshot_reads_it_as_it_is() -> None:
+    partition = new_partition()
+    leave_snapshots(partition, 4, b"a")
+    persistence = partition.manager.persistence
+    persistence.next()
+    partition.manager.join_unwritten()
+    assert transcript(items(persistence)) == "a@1 . (1,2] a@2 . (2,3] a@3 . (3,4] a@4 ."
+
+
+def test_what_is_being_collapsed_is_left_alone() -> None:
+    partition = new_partition()
+    leave_snapshots(partition, COLLAPSE_SNAPSHOTS_MIN, b"a", b"b")
+    partition.manager.collapse_step(1)
+    partition.manager.join_unwritten()
+    assert len(partition.snapshots) == COLLAPSE_SNAPSHOTS_MIN + 1
+    collapse(partition)
+    assert transcript(items(partition.manager.persistence)) == "(0,16] a@15 b@16 ."
+
+
+def test_so_many_snapshots_are_put_together_at_a_time() -> None:
+    partition = new_partition()
+    leave_snapshots(partition, JOINED_SNAPSHOTS_MAX + 1, b"a")
+    partition.manager.join_unwritten()
+    assert len(partition.snapshots) == 3
 
 
 def test_a_small_snapshot_is_not_reason_enough_to_copy_a_large_one() -> None:

@@ -39,6 +39,13 @@ SHORT_RUN_BYTES_MAX: Final = 64 * 1024
 """As long as they come to no more than this, which costs 100 µs. Larger ones wait until their bytes
 matter: then few collapses do the work of many."""
 
+JOINED_SNAPSHOTS_MIN: Final = 3
+"""So many small ones are put together before they are written to disk. Each would be a chunk there,
+which costs the writer and the index more than this costs here."""
+
+JOINED_SNAPSHOTS_MAX: Final = 64
+"""And not more at a time, which bounds the step."""
+
 COLLAPSE_BYTES_MIN: Final = 256 * 1024
 """Two are enough when the newer ones come to this: then their bytes are what matters."""
 
@@ -104,6 +111,25 @@ def entries_to_collapse(
             last_index - first_index >= snapshots_min - 1 or newer_bytes >= COLLAPSE_BYTES_MIN
         )
     return list(entries[first_index : last_index + 1]) if is_enough else None
+
+
+def entries_to_join(entry: SnapshotEntry) -> list[SnapshotEntry]:
+    """The run of small closed snapshots that begins with `entry`, if it is worth putting together
+    before it is written to disk; else nothing. O(run)."""
+    run: list[SnapshotEntry] = []
+    total, last = 0, entry
+    while (
+        last.following is not None
+        and not last.inside_count
+        and (last is entry or not last.front_count)
+        and len(run) < JOINED_SNAPSHOTS_MAX
+    ):
+        total += last.snapshot.nbytes
+        if total > SHORT_RUN_BYTES_MAX:
+            break
+        run.append(last)
+        last = last.following
+    return run if len(run) >= JOINED_SNAPSHOTS_MIN else []
 
 
 class Collapse:

@@ -22,6 +22,7 @@ A dropped cursor answers `BackfillNeeded`: its stream goes on from disk.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from itertools import pairwise
 
@@ -31,7 +32,11 @@ from upr_kernel import OpenRows
 from upr_protocol.ids import SeqNo
 from upr_server.engine.memory_account import MemoryAccount
 from upr_server.engine.snapshots.closed_snapshot import ClosedSnapshot
-from upr_server.engine.snapshots.collapse import Collapse, entries_to_collapse
+from upr_server.engine.snapshots.collapse import (
+    Collapse,
+    entries_to_collapse,
+    entries_to_join,
+)
 from upr_server.engine.snapshots.cursor import BackfillNeeded, Cursor, PersistenceCursor
 from upr_server.engine.snapshots.snapshot_entry import SnapshotEntry
 from upr_server.engine.snapshots.snapshot_list import SnapshotList
@@ -285,6 +290,22 @@ class MutationManager:
             # A run is looked for from the newest entry that may belong to it.
             if not following.is_free or following.following is None:
                 self._consider(entry, may_be_short=True)
+
+    def join_unwritten(self) -> None:
+        """Collapses the small snapshots that the disk's cursor comes to next, if no other cursor
+        stands between them. Written one by one, each would be a chunk of its own on disk.
+
+        O(their mutations): some 100 µs at most.
+        """
+        cursor = self.persistence
+        if self._collapse is not None or not cursor.at_front:
+            return
+        run = entries_to_join(cursor.entry)
+        if run:
+            collapse = Collapse(run, [self.snapshots.close(entry) for entry in run])
+            while not collapse.step(sys.maxsize):
+                pass
+            self._finish(collapse)
 
     def _released(self, entry: SnapshotEntry) -> None:
         """A cursor has left `entry`."""

@@ -284,6 +284,7 @@ class Flusher:
         # To the end of the snapshot that holds `high_seq`. That may be higher: at a checkpoint of
         # `_collect_group` others may write more, and close the snapshot.
         while cursor.seq < high_seq or cursor.is_reading:
+            partition.manager.join_unwritten()
             snapshot = cursor.next_whole_snapshot()
             if snapshot is not None:
                 bytes_max -= snapshot.nbytes
