@@ -267,6 +267,31 @@ async def test_a_rollback_keeps_what_was_received_and_not_yet_on_disk(
         assert follower.starts[-1] == 4
 
 
+async def test_a_rollback_that_waits_for_room_lets_compaction_make_it(
+    autojump_clock: MockClock,
+) -> None:
+    """The disk fills up between the consumer's last save and the rollback, and a commit of another
+    partition waits for room."""
+    async with replica(partition_count=2) as follower:
+        # Partitions in two states come over two connections.
+        await follower.assign(Assignment("a", {"b": ""}), Assignment("c", {"a": "", "b": "a"}))
+        source, maintenance = follower.source, follower.disk.maintenance
+        for _ in range(2):
+            source.put(key_in(PARTITION, 2), b"value")
+        await follower.persist()
+        async with maintenance.paused():
+            await follower.lose(1)
+            follower.store.is_full = True
+            source.put(key_in(OTHER_PARTITION, 2), b"value")
+            await trio.sleep(1.0)
+        with trio.fail_after(60.0):
+            async with maintenance.paused():
+                follower.store.is_full = False
+        await eventually(lambda: follower.partition.high_seq == 1, "it has rolled back")
+        other_partition = follower.disk.bucket.partitions[OTHER_PARTITION]
+        await eventually(lambda: other_partition.high_seq == 1, "the disk has the other change")
+
+
 class WritingSteps(trio.abc.Instrument):
     """Counts the steps of the task that writes what a replica received."""
 

@@ -411,9 +411,10 @@ class Replicator:
         disk, snapshots = self._disk, self._received_snapshots[partition_id]
         bucket, partition = disk.bucket, self._partition(partition_id)
         with trio.CancelScope(shield=True):
+            # In this order: a commit may wait for room, which compaction has to make.
             async with (
-                disk.maintenance.paused(),
                 self._commit_lock,
+                disk.maintenance.paused(),
                 streams_ended(self._server, bucket, [partition], Status.ROLLBACK_NEEDED),
             ):
                 seq_before = snapshots.received_seq
