@@ -48,6 +48,20 @@ def test_the_last_chunk_of_a_snapshot_is_written_with_its_end() -> None:
     assert not snapshots.has_unwritten
 
 
+def test_what_was_written_ends_before_what_is_kept_back() -> None:
+    snapshots = received(4, chunk(1, 2), chunk(3, 4))
+    assert snapshots.written_record.received_seq == 0
+    first = snapshots.take_write()
+    assert snapshots.written_record == first.record
+    assert ReceivedSnapshots.from_record(snapshots.written_record).received_seq == 2
+    assert snapshots.received_seq == 4
+    snapshots.end_snapshot(SeqNo(4))
+    assert snapshots.written_record == first.record
+    assert snapshots.take_write().record == snapshots.written_record
+    snapshots.truncate(SeqNo(0))
+    assert snapshots.written_record.received_seq == 0
+
+
 def test_a_stream_continues_inside_an_interrupted_snapshot() -> None:
     snapshots = received(10, chunk(1, 2))
     partial = PartialSnapshot(HISTORY, SeqNo(0), SeqNo(10))

@@ -19,9 +19,23 @@ from tests.kit.placed_keys import key_in
 from tests.kit.process import eventually
 from upr_protocol.chunk import Chunk, Mutation
 from upr_protocol.errors import ServerError, Status
-from upr_protocol.ids import Cas, HistoryId, Operation, PartitionId, PartitionState, SeqNo
+from upr_protocol.ids import (
+    Cas,
+    HistoryId,
+    Operation,
+    PartitionId,
+    PartitionState,
+    SeqNo,
+    SnapshotKind,
+)
 from upr_protocol.partition_map import Assignment
-from upr_protocol.wire import Message, PartitionAnswers, Stream
+from upr_protocol.wire import (
+    Message,
+    PartitionAnswers,
+    PartitionChunk,
+    PartitionStart,
+    Stream,
+)
 from upr_server.app import Server, running_server
 from upr_server.config import ServerConfig
 from upr_server.engine import MutateResult, Partition, WriterToken, batch_of
@@ -290,6 +304,42 @@ async def test_a_rollback_that_waits_for_room_lets_compaction_make_it(
         await eventually(lambda: follower.partition.high_seq == 1, "it has rolled back")
         other_partition = follower.disk.bucket.partitions[OTHER_PARTITION]
         await eventually(lambda: other_partition.high_seq == 1, "the disk has the other change")
+
+
+async def test_a_full_disk_drops_a_chunk_that_waits_for_its_snapshots_end(
+    autojump_clock: MockClock,
+) -> None:
+    """The replication that received it had ended before: the next one knows it from memory."""
+    assignment = Assignment("a", {"b": ""})
+    async with replica(partition_count=2) as follower:
+        source = follower.source
+        await follower.receive(key_in(PARTITION, 2))
+        await follower.persist()
+        source.paused = True
+        source.put(key_in(PARTITION, 2), b"newer value")
+        (connection,) = (c for c in source.connections if PARTITION in c.session.streams)
+        session = connection.session
+        assert session.next_partition() == PARTITION
+        place: dict[str, Any] = {"partition": PARTITION, "opaque": session.opaque_of(PARTITION)}
+        (*_, row) = source.partitions[PARTITION].history
+        history_id = source.partitions[PARTITION].log.current
+        start = PartitionStart(
+            history_id, SeqNo(1), row.seq, SeqNo(0), SnapshotKind.MEMORY, False, **place
+        )
+        session.send(start)
+        session.send(PartitionChunk(Chunk.build([row], SeqNo(1), row.seq), **place))
+        connection.wake()
+        await trio.sleep(1.0)
+        await follower.assign(assignment, assignment)
+        # The next replication is told that the snapshot ends with this chunk, and cannot write it.
+        follower.store.is_full = True
+        await trio.sleep(1.0)
+        with pytest.raises(DiskFullError):
+            await follower.assign(assignment, Assignment("a"))
+        follower.store.is_full = False
+        source.resume()
+        await follower.persist()
+        assert follower.partition.high_seq == row.seq
 
 
 class WritingSteps(trio.abc.Instrument):

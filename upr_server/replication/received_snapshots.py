@@ -50,6 +50,7 @@ class ReceivedSnapshots:
         last_cas: The highest CAS received.
         nbytes: Bytes of chunks that are to be put on disk.
         has_unwritten: Whether anything is to be put on disk.
+        written_record: What is true of the partition without what is to be put on disk.
     """
 
     def __init__(
@@ -73,6 +74,7 @@ class ReceivedSnapshots:
         self._ends: list[SeqNo] = []
         self._answers: list[PublisherAnswer] = []
         self._answers_of_snapshot: list[PublisherAnswer] = []
+        self.written_record = self.record()
 
     @classmethod
     def from_record(cls, record: PartitionRecord) -> ReceivedSnapshots:
@@ -161,6 +163,7 @@ class ReceivedSnapshots:
         self._answers_of_snapshot = []
         self._purge_seq = self._purge_seq_of_snapshot = SeqNo(0)
         self.has_unwritten = False
+        self.written_record = self.record()
 
     # To the disk.
 
@@ -187,4 +190,5 @@ class ReceivedSnapshots:
         self._purge_seq = SeqNo(0)
         self.nbytes = sum(chunk.nbytes for chunk in held_chunks)
         self.has_unwritten = bool(held_chunks)
+        self.written_record = record
         return write

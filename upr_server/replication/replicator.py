@@ -125,7 +125,7 @@ class Replicator:
         try:
             with self._scope:
                 for count, partition in enumerate(self.source.partitions, 1):
-                    self._on_disk[partition] = self._received_snapshots[partition].record()
+                    self._on_disk[partition] = self._received_snapshots[partition].written_record
                     if count % STEP_PARTITIONS == 0:
                         await trio.lowlevel.checkpoint()
                 async with trio.open_nursery() as nursery:
