@@ -14,7 +14,7 @@ from tests.kit.proxy import Proxy, proxy_to
 from tests.kit.threaded import TrioThread, trio_thread
 from tests.spark.interrupted import mutations
 from tests.spark.server import blocking_server
-from upr_protocol.client import Address, BlockingConsumer, ChunkReceived
+from upr_protocol.client import Address, BlockingClient, BlockingConsumer, ChunkReceived
 from upr_protocol.client.operator import (
     Operator,
     ReplicaLag,
@@ -79,6 +79,26 @@ def test_a_run_too_old_to_recognise_may_have_failed(new_bucket: NewBucket) -> No
     with pytest.raises(PipelineError, match=r"UPR_REPLAY_TOO_OLD.*upsert or delete"):
         run(url, 2, operation="insert")
     assert mutations(url) == ROWS
+
+
+def test_upserts_that_run_again_in_other_tasks_are_refused(new_bucket: NewBucket) -> None:
+    """The server knows a task by its number, and cannot tell other tasks from other rows."""
+    url = new_bucket(1)
+    options = WriteOptions.parse({"url": url}, SCHEMA, overwrite=False)
+
+    def write(task: int, attempt: int, keys: range) -> None:
+        batch = pa.record_batch({"key": [f"key-{key}" for key in keys], "value": ["v"] * len(keys)})
+        writer = writer_id(b"layout", task)
+        WriteTask(options, writer, attempt).write_or_prepare(iter([batch]), "layout")
+
+    write(0, 1, range(50))
+    write(1, 1, range(50, 100))
+    with pytest.raises(PipelineError, match="UPR_REPLAY_DIFFERS"):
+        write(0, 2, range(100))
+    write(0, 3, range(50))
+    write(1, 3, range(50, 100))
+    with BlockingClient(url) as client:
+        assert [row.high_seq for row in client.seqnos()] == [100]
 
 
 def test_an_attempt_that_was_overtaken(new_bucket: NewBucket) -> None:
