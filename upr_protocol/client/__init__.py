@@ -8,7 +8,7 @@
 - `follow_events` gives an `EventFeed`: which buckets are created, deleted and updated.
 - `IndexClient` asks an indexer, over HTTP.
 - `BlockingClient`, `BlockingConsumer` and `BlockingRollbackConsumer` do the same in programs that
-  block.
+  block. `BoundedStreams` reads to the ends of ranges, without a thread of its own.
 
 What both kinds of clients decide alike stands once, without I/O, in `core`. `trio` and `blocking`
 drive it.
@@ -17,6 +17,7 @@ drive it.
 from __future__ import annotations
 
 from upr_protocol.address import Address, AddressError
+from upr_protocol.client.blocking.bounded_streams import BoundedStreams
 from upr_protocol.client.blocking.client import BlockingClient
 from upr_protocol.client.blocking.consumer import BlockingConsumer
 from upr_protocol.client.blocking.rollback_consumer import BlockingRollbackConsumer
@@ -102,6 +103,7 @@ __all__ = [
     "BlockingClient",
     "BlockingConsumer",
     "BlockingRollbackConsumer",
+    "BoundedStreams",
     "BucketInfo",
     "CasOptions",
     "ChangeOptions",

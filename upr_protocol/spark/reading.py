@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import closing
 from typing import Final
 
 import numpy as np
@@ -11,7 +12,7 @@ from pyspark.sql.types import BinaryType, StructField, StructType
 
 from upr_protocol.chunk import Chunk
 from upr_protocol.client import (
-    BlockingConsumer,
+    BoundedStreams,
     ChunkReceived,
     ResumeState,
     RolledBack,
@@ -102,8 +103,8 @@ def _batches(
     snapshots: dict[PartitionId, SnapshotColumns] = {}
     buffer = _ChunkBuffer()
     try:
-        with BlockingConsumer(
-            options.address,
+        streams = BoundedStreams(
+            address=options.address,
             partitions=sorted(ranges),
             resume=ResumeState(
                 options.address.bucket,
@@ -119,10 +120,9 @@ def _batches(
             identity=EXECUTOR,
             retry_timeout_s=options.timeout_s,
             idle_interval_s=idle_interval_s(options.timeout_s),
-        ) as consumer:
-            # The driver has spoken with the server; that may be starting again just now.
-            consumer.connect()
-            for event in consumer:
+        )
+        with closing(streams.events()) as events:
+            for event in events:
                 if isinstance(event, SnapshotStart):
                     range_ = ranges[event.partition]
                     snapshots[event.partition] = columns.of_snapshot(
