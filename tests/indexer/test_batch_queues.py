@@ -41,11 +41,24 @@ class NaiveQueues:
 
     def __init__(self) -> None:
         self.waiting: list[IndexBatch] = []
+        self.rounds: list[list[IndexBatch]] = []
         self.next_queue = 0
         self.last: dict[PartitionId, IndexBatch] = {}
-        """The batch of each partition that was applied last."""
+        """The batch of each partition that was taken last."""
+
+    @property
+    def unapplied(self) -> list[IndexBatch]:
+        return [*(batch for batches in self.rounds for batch in batches), *self.waiting]
 
     def begin_round(self, required: Collection[PartitionId], *, by_age: bool) -> list[IndexBatch]:
+        batches = self._next_round(required, by_age=by_age)
+        for batch in batches:
+            self.waiting.remove(batch)
+            self.last[batch.partition] = batch
+        self.rounds.append(batches)
+        return batches
+
+    def _next_round(self, required: Collection[PartitionId], *, by_age: bool) -> list[IndexBatch]:
         if not by_age:
             return self._in_turn()
         first = {*required, *(p for p, batch in self.last.items() if not ends(batch))}
@@ -80,10 +93,8 @@ class NaiveQueues:
             chosen += candidates[:1]
         return chosen
 
-    def end_round(self, batches: Sequence[IndexBatch]) -> None:
-        for batch in batches:
-            self.waiting.remove(batch)
-            self.last[batch.partition] = batch
+    def end_round(self) -> None:
+        del self.rounds[0]
 
 
 def _until(batches: Sequence[IndexBatch], nbytes_max: int) -> list[IndexBatch]:
@@ -110,43 +121,46 @@ _BATCHES: Final = st.tuples(
 _ROUNDS: Final = st.tuples(
     st.frozensets(st.integers(0, PARTITIONS - 1).map(PartitionId), max_size=3), st.booleans()
 )
+_Step = tuple[list[tuple[int, int, bool]], tuple[frozenset[PartitionId], bool], int]
 
 
-@given(st.lists(st.tuples(st.lists(_BATCHES, max_size=8), _ROUNDS), max_size=12))
-def test_rounds_are_those_of_a_list(
-    steps: list[tuple[list[tuple[int, int, bool]], tuple[frozenset[PartitionId], bool]]],
-) -> None:
+@given(st.lists(st.tuples(st.lists(_BATCHES, max_size=8), _ROUNDS, st.integers(0, 3)), max_size=12))
+def test_rounds_are_those_of_a_list(steps: list[_Step]) -> None:
     queues, naive = BatchQueues(QUEUES), NaiveQueues()
     put: list[IndexBatch] = []
-    for batches, (required, by_age) in steps:
+
+    def check() -> None:
+        queues.check_invariants()
+        assert len(queues) == len(naive.unapplied)
+        assert queues.waiting_count == len(naive.waiting)
+        assert queues.round_bytes == sum(batch.nbytes for own in naive.rounds for batch in own)
+        for rounds in range(len(naive.rounds) + 1):
+            later = set(naive.waiting).union(*naive.rounds[rounds:])
+            for count in range(len(put) + 1):
+                assert queues.has_applied(count, rounds) == later.isdisjoint(put[:count])
+        for partition in range(PARTITIONS):
+            is_queued = any(batch.partition == partition for batch in naive.unapplied)
+            assert queues.has(PartitionId(partition)) == is_queued
+
+    for batches, (required, by_age), rounds_to_end in steps:
         for partition, nbytes, is_end in batches:
             batch = a_batch(partition, nbytes, ends_snapshot=is_end)
             queues.put(batch)
             put.append(batch)
             naive.waiting.append(batch)
             queues.check_invariants()
-        oldest = naive.waiting[:1]
+        oldest, is_any_waiting = naive.waiting[:1], bool(naive.waiting)
         expected = naive.begin_round(required, by_age=by_age)
         assert queues.begin_round(required, by_age=by_age) == expected
-        queues.check_invariants()
-        assert len(queues) == len(naive.waiting)
-        assert bool(expected) == bool(naive.waiting)
+        assert bool(expected) == is_any_waiting
         if by_age:
             assert set(oldest) <= set(expected), "nobody is overtaken for ever"
-        after_round = set(naive.waiting).difference(expected)
-        for count in range(len(put) + 1):
-            is_applied = after_round.isdisjoint(put[:count])
-            assert queues.has_applied_with_round(count) == is_applied
-        queues.end_round()
-        queues.check_invariants()
-        naive.end_round(expected)
-        for count in range(len(put) + 1):
-            is_applied = not any(batch in naive.waiting for batch in put[:count])
-            assert queues.has_applied(count) == is_applied
-        for partition in range(PARTITIONS):
-            is_queued = any(batch.partition == partition for batch in naive.waiting)
-            assert queues.has(PartitionId(partition)) == is_queued
-    assert set(queues.clear()) == set(naive.waiting)
+        check()
+        for _ in range(min(rounds_to_end, len(naive.rounds))):
+            queues.end_round()
+            naive.end_round()
+            check()
+    assert set(queues.clear()) == set(naive.unapplied)
     assert (len(queues), queues.queued_bytes) == (0, 0)
 
 

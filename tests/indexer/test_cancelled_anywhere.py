@@ -42,7 +42,7 @@ from tests.kit.memory_network import HOST, MemoryNetwork, check, node
 from tests.kit.process import eventually
 from tests.server.test_log_in import USERS
 from upr_protocol.client import Address, connect
-from upr_protocol.ids import Durability
+from upr_protocol.ids import Durability, PartitionId
 from upr_protocol.security import UNPROTECTED
 from upr_protocol.users import Right
 from upr_server.app import Server
@@ -63,6 +63,7 @@ from upr_server.indexer.directory import (
 from upr_server.indexer.entry_stream import EntryStream
 from upr_server.indexer.freshness import ScanBarriers
 from upr_server.indexer.http_access import HttpAccess
+from upr_server.indexer.index_batch import IndexBatch
 from upr_server.indexer.indexer import Indexer, running_indexer
 from upr_server.indexer.log_in_turns import LogInTurns
 from upr_server.indexer.membership import Membership
@@ -190,6 +191,13 @@ async def stream_entries(indexer: Indexer) -> None:
     assert len(lines) == 6
 
 
+async def wait_until_applied(part: Slice) -> None:
+    """Waits until the catalog has a batch in which nothing has changed."""
+    partition = PartitionId(0)
+    part.pipeline.put(IndexBatch(partition, part.catalog.file.mark(partition)))
+    await part.pipeline.wait_until_applied(part.pipeline.put_count, part.catalog.file)
+
+
 QUESTIONS: Final[dict[Function, Callable[[Indexer, int], Awaitable[object]]]] = {
     Scanner.status: lambda indexer, _: indexer.scanner.status(name_of("d/city")),
     ServerProgress.seqs: lambda indexer, _: indexer.server_progress.seqs(),
@@ -207,6 +215,7 @@ QUESTIONS: Final[dict[Function, Callable[[Indexer, int], Awaitable[object]]]] = 
     IndexerStream.barrier: lambda indexer, _: indexer.slices[0].stream.barrier(),
     DesignCatalog.current_designs: lambda indexer, _: indexer.slices[0].catalog.current_designs(),
     Pipeline.sync: lambda indexer, _: indexer.slices[0].pipeline.sync(),
+    Pipeline.wait_until_applied: lambda indexer, _: wait_until_applied(indexer.slices[0]),
     Designs.create: lambda indexer, suffix: indexer.designs.create(f"d{suffix}", DESIGN),
 }
 INSIDE: Final[dict[Function, tuple[Function, ...]]] = {

@@ -25,7 +25,13 @@ from upr_server.indexer.freshness import ScanBarriers
 from upr_server.indexer.index_batch import BATCH_OVERHEAD_BYTES, IndexBatch
 from upr_server.indexer.index_file import EntrySource, IndexFile
 from upr_server.indexer.mark import NO_MARK
-from upr_server.indexer.pipeline import GATHER_S, Pipeline, PipelineMember, worker_thread
+from upr_server.indexer.pipeline import (
+    AHEAD_BYTES,
+    GATHER_S,
+    Pipeline,
+    PipelineMember,
+    worker_thread,
+)
 from upr_server.indexer.pool import SCAN_BYTES, STREAM_SHARE, MemoryPool, OverloadedError
 from upr_server.indexer.pure.definition import IndexDefinition
 from upr_server.indexer.pure.extractor import Extractor
@@ -336,6 +342,93 @@ async def test_a_round_begins_with_the_index_that_a_scan_waits_for(
         assert await pipeline.drain()
         assert pipeline.has_applied(pipeline.put_count, own_file)
         assert {file.commits for file in (*others, own)} == {2}
+        nursery.cancel_scope.cancel()
+
+
+@pytest.mark.parametrize("rounds_needed", [2, 3, 6])
+async def test_an_index_that_a_scan_waits_for_takes_its_rounds_first(
+    rounds_needed: int, autojump_clock: trio.testing.MockClock
+) -> None:
+    """It goes ahead of the others by `AHEAD_BYTES`, and they take all rounds in the end."""
+    pool = MemoryPool(64 * ROUND_BYTES)
+
+    async def work(function: Callable[[], T]) -> T:
+        await trio.sleep(1)
+        return function()
+
+    others, own = [CountingFile(), CountingFile()], CountingFile()
+    own_file = cast("IndexFile", own)
+    pipeline = Pipeline(pool, work, [_member(file) for file in (*others, own)])
+    for _ in range(rounds_needed):
+        pipeline.put(_batch(pool, 0, ROUND_BYTES))
+    put_count = pipeline.put_count
+    rounds_ahead = AHEAD_BYTES // ROUND_BYTES
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(pipeline.run)
+        # What comes meanwhile is not needed.
+        await trio.sleep(1.5)
+        pipeline.put(_batch(pool, 0, ROUND_BYTES))
+        assert pipeline.round_count(own_file) == 0
+        await pipeline.wait_until_applied(put_count, own_file)
+        assert (own.commits, pipeline.round_count(own_file)) == (rounds_needed, rounds_needed)
+        rounds_of_all = max(0, rounds_needed - rounds_ahead)
+        assert pipeline.rounds == rounds_of_all
+        assert [file.commits for file in others] == [max(1, rounds_of_all), rounds_of_all]
+        assert not pipeline.has_applied(put_count)
+        assert await pipeline.drain()
+        assert {file.commits for file in (*others, own)} == {rounds_needed + 1}
+        assert pipeline.queued_batch_count == pool.used_bytes == 0
+        nursery.cancel_scope.cancel()
+
+
+async def test_scans_that_follow_each_other_do_not_hold_up_other_indexes(
+    autojump_clock: trio.testing.MockClock,
+) -> None:
+    """Though their index always lacks something, the others are never further behind it."""
+    pool = MemoryPool(64 * ROUND_BYTES)
+
+    async def work(function: Callable[[], T]) -> T:
+        await trio.sleep(1)
+        assert own.commits - other.commits <= AHEAD_BYTES // ROUND_BYTES
+        pipeline.put(_batch(pool, 0, ROUND_BYTES))
+        return function()
+
+    other, own = CountingFile(), CountingFile()
+    own_file = cast("IndexFile", own)
+    pipeline = Pipeline(pool, work, [_member(other), _member(own)])
+
+    async def keep_scanning() -> None:
+        while True:
+            await pipeline.wait_until_applied(pipeline.put_count, own_file)
+
+    pipeline.put(_batch(pool, 0, ROUND_BYTES))
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(pipeline.run)
+        nursery.start_soon(keep_scanning)
+        await trio.sleep(60)
+        assert own.commits > 15
+        assert other.commits >= own.commits - AHEAD_BYTES // ROUND_BYTES
+        nursery.cancel_scope.cancel()
+
+
+async def test_a_scan_that_ends_leaves_the_order_as_it_was(
+    autojump_clock: trio.testing.MockClock,
+) -> None:
+    pool = MemoryPool(64 * ROUND_BYTES)
+
+    async def work(function: Callable[[], T]) -> T:
+        await trio.sleep(1)
+        return function()
+
+    first, own = CountingFile(), CountingFile()
+    pipeline = Pipeline(pool, work, [_member(first), _member(own)])
+    pipeline.put(_batch(pool, 0, ROUND_BYTES))
+    with trio.move_on_after(0.5):
+        await pipeline.wait_until_applied(1, cast("IndexFile", own))
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(pipeline.run)
+        await trio.sleep(2.5)
+        assert (first.commits, own.commits) == (1, 0)
         nursery.cancel_scope.cancel()
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import heapq
 from collections import defaultdict, deque
 from collections.abc import Collection, Iterable
+from itertools import chain
 from typing import Final
 
 from upr_protocol.ids import PartitionId
@@ -21,7 +22,8 @@ _NumberedBatch = tuple[int, IndexBatch]
 
 
 class BatchQueues:
-    """Batches that wait, in a few queues by partition. A partition's batches stay in order.
+    """Batches that wait, in a few queues by partition. A partition's batches stay in order. Several
+    rounds may be under way; they end in the order in which they began.
 
     While nobody waits, the queues take turns, so that a busy partition does not delay the others.
     While scans wait, rounds go by these rules:
@@ -47,16 +49,17 @@ class BatchQueues:
         self._queue_count = queues
         self._batches: defaultdict[PartitionId, deque[_NumberedBatch]] = defaultdict(deque)
         self._lengths = [0] * queues
-        """The batches of each queue, with those of the round."""
-        self._round: list[_NumberedBatch] = []
+        """The batches of each queue, with those of the rounds under way."""
+        self._rounds: deque[list[_NumberedBatch]] = deque()
+        """The rounds under way, the oldest first."""
+        self._counts_after: deque[int] = deque()
+        """What `_applied_count` is after each of them."""
         self._unfinished: set[PartitionId] = set()
-        """The partitions of whose snapshots a part was applied."""
+        """The partitions of whose snapshots a part is applied or in a round."""
         self._next_queue = 0
         """The queue whose turn comes next."""
         self._applied_count = 0
         """The first so many batches that were put are applied, and the next one is not."""
-        self._count_after_round = 0
-        """What `_applied_count` is after the round at least."""
         self.put_count = 0
         self.queued_bytes = 0
 
@@ -80,24 +83,33 @@ class BatchQueues:
         return max(self._lengths) >= QUEUE_BATCHES_MAX
 
     def has(self, partition: PartitionId) -> bool:
-        """Whether batches of a partition are not applied yet. O(batches of a round)."""
-        is_in_round = any(batch.partition == partition for _, batch in self._round)
+        """Whether batches of a partition are not applied yet. O(batches of rounds under way)."""
+        is_in_round = any(
+            batch.partition == partition for items in self._rounds for _, batch in items
+        )
         return is_in_round or partition in self._batches
 
-    def has_applied(self, put_count: int) -> bool:
-        """Whether the first `put_count` batches that were put are applied. O(1)."""
-        return put_count <= self._applied_count
+    def has_applied(self, put_count: int, rounds: int = 0) -> bool:
+        """Whether the first `put_count` batches that were put are applied, or in the oldest
+        `rounds` that are under way. O(1)."""
+        return put_count <= (self._counts_after[rounds - 1] if rounds else self._applied_count)
 
-    def has_applied_with_round(self, put_count: int) -> bool:
-        """Whether the first `put_count` batches that were put are applied or in the round. O(1)."""
-        return put_count <= max(self._applied_count, self._count_after_round)
+    @property
+    def waiting_count(self) -> int:
+        """How many batches wait for a round. O(partitions)."""
+        return sum(map(len, self._batches.values()))
+
+    @property
+    def round_bytes(self) -> int:
+        """The bytes of the batches in the rounds under way. O(their batches)."""
+        return sum(batch.nbytes for items in self._rounds for _, batch in items)
 
     # Rounds.
 
     def begin_round(
         self, required: Collection[PartitionId] = (), *, by_age: bool = False
     ) -> list[IndexBatch]:
-        """Takes the batches of a round. They count as waiting until `end_round`.
+        """Takes the batches of one more round. They count as queued until `end_round`.
         O(partitions + batches * log(partitions)).
 
         Args:
@@ -107,21 +119,24 @@ class BatchQueues:
         Returns:
             The batches; at least one if there is one.
         """
-        assert not self._round
+        items: list[_NumberedBatch] = []
         if by_age:
-            self._take(self._unfinished.union(required), ROUND_BYTES // 2)
-            required_count = len(self._round)
-            self._take(list(self._batches), ROUND_BYTES - self._round_bytes())
-            self._put_back_unfinished(required_count + 1)
+            self._take(items, self._unfinished.union(required), ROUND_BYTES // 2)
+            required_count = len(items)
+            nbytes = sum(batch.nbytes for _, batch in items)
+            self._take(items, list(self._batches), ROUND_BYTES - nbytes)
+            items = self._without_unfinished(items, required_count + 1)
         else:
-            self._take_in_turn()
-        self._count_after_round = self._front_count()
-        return [batch for _, batch in self._round]
+            self._take_in_turn(items)
+        self._rounds.append(items)
+        self._counts_after.append(self._front_count())
+        for _, batch in items:
+            _note_applied(self._unfinished, batch)
+        return [batch for _, batch in items]
 
-    def _round_bytes(self) -> int:
-        return sum(batch.nbytes for _, batch in self._round)
-
-    def _take(self, partitions: Iterable[PartitionId], nbytes_max: int) -> None:
+    def _take(
+        self, items: list[_NumberedBatch], partitions: Iterable[PartitionId], nbytes_max: int
+    ) -> None:
         """Takes batches of these partitions by age, one at least, until they have `nbytes_max`."""
         fronts = [
             (self._batches[partition][0][0], partition)
@@ -134,13 +149,13 @@ class BatchQueues:
         while fronts and (is_first or nbytes < nbytes_max):
             is_first = False
             partition = fronts[0][1]
-            nbytes += self._take_front(partition)
+            nbytes += self._take_front(items, partition)
             if partition in self._batches:
                 heapq.heapreplace(fronts, (self._batches[partition][0][0], partition))
             else:
                 heapq.heappop(fronts)
 
-    def _take_in_turn(self) -> None:
+    def _take_in_turn(self, items: list[_NumberedBatch]) -> None:
         """Takes a batch of each queue in turn, each queue's by age. The next round goes on with the
         queue that follows: where batches are as large as rounds, one queue would have them all."""
         fronts: dict[int, list[tuple[int, PartitionId]]] = {}
@@ -155,7 +170,7 @@ class BatchQueues:
             heap = fronts.get(queue, [])
             if heap:
                 partition = heap[0][1]
-                nbytes += self._take_front(partition)
+                nbytes += self._take_front(items, partition)
                 if partition in self._batches:
                     heapq.heapreplace(heap, (self._batches[partition][0][0], partition))
                 else:
@@ -163,21 +178,23 @@ class BatchQueues:
             if not heap:
                 fronts.pop(queue, None)
 
-    def _take_front(self, partition: PartitionId) -> int:
+    def _take_front(self, items: list[_NumberedBatch], partition: PartitionId) -> int:
         """Takes the oldest batch of a partition; gives its bytes."""
         batches = self._batches[partition]
-        self._round.append(batches.popleft())
+        items.append(batches.popleft())
         if not batches:
             del self._batches[partition]
-        return self._round[-1][1].nbytes
+        return items[-1][1].nbytes
 
-    def _put_back_unfinished(self, kept_count: int) -> None:
-        """Puts back the batches that begin snapshots whose ends the round does not have. The first
-        `kept_count` of the round stay."""
+    def _without_unfinished(
+        self, items: list[_NumberedBatch], kept_count: int
+    ) -> list[_NumberedBatch]:
+        """Puts back the batches that begin snapshots whose ends the round does not have; gives the
+        others. The first `kept_count` stay."""
         unfinished = set(self._unfinished)
-        for _, batch in self._round[:kept_count]:
+        for _, batch in items[:kept_count]:
             _note_applied(unfinished, batch)
-        later_batches, self._round = self._round[kept_count:], self._round[:kept_count]
+        later_batches, items = items[kept_count:], items[:kept_count]
         last_ends = {
             batch.partition: place
             for place, (_, batch) in enumerate(later_batches)
@@ -188,20 +205,19 @@ class BatchQueues:
             partition = item[1].partition
             is_needed = partition in unfinished and partition not in last_ends
             if is_needed or place <= last_ends.get(partition, -1):
-                self._round.append(item)
+                items.append(item)
             else:
                 to_put_back.append(item)
         for item in reversed(to_put_back):
             self._batches[item[1].partition].appendleft(item)
+        return items
 
     def end_round(self) -> None:
-        """The round's batches are applied. O(partitions + batches of the round)."""
-        for _, batch in self._round:
+        """The batches of the oldest round are applied. O(its batches)."""
+        for _, batch in self._rounds.popleft():
             self._lengths[self._queue_of(batch.partition)] -= 1
             self.queued_bytes -= batch.nbytes
-            _note_applied(self._unfinished, batch)
-        self._round = []
-        self._applied_count = self._front_count()
+        self._applied_count = self._counts_after.popleft()
 
     def _front_count(self) -> int:
         """How many batches were put before the oldest that waits for a round. O(partitions)."""
@@ -209,18 +225,23 @@ class BatchQueues:
         return self.put_count if oldest is None else oldest - 1
 
     def clear(self) -> list[IndexBatch]:
-        """Takes out all batches, those of the round, too. They will not be applied."""
-        items = [*self._round, *(item for batches in self._batches.values() for item in batches)]
-        self._round = []
+        """Takes out all batches, those of rounds, too. They will not be applied."""
+        items = self._items()
+        self._rounds.clear()
+        self._counts_after.clear()
         self._batches.clear()
         self._lengths = [0] * self._queue_count
         self.queued_bytes = 0
         return [batch for _, batch in items]
 
+    def _items(self) -> list[_NumberedBatch]:
+        """All batches that are not applied yet, those of rounds first."""
+        return [*chain.from_iterable(self._rounds), *chain.from_iterable(self._batches.values())]
+
     def check_invariants(self) -> None:
         """For tests: the counts are those of the batches, and each partition's are in order."""
         assert all(self._batches.values())
-        items = [*self._round, *(item for batches in self._batches.values() for item in batches)]
+        items = self._items()
         assert len(items) == len(self)
         assert sum(batch.nbytes for _, batch in items) == self.queued_bytes
         for queue, length in enumerate(self._lengths):
@@ -230,8 +251,13 @@ class BatchQueues:
             assert numbers == sorted(numbers)
         oldest = min((number for number, _ in items), default=self.put_count + 1)
         assert self._applied_count == oldest - 1
-        waiting = [number for batches in self._batches.values() for number, _ in batches]
-        assert self._count_after_round < min(waiting, default=self.put_count + 1)
+        counts = [self._applied_count, *self._counts_after]
+        assert counts == sorted(counts)
+        for place, count in enumerate(self._counts_after, 1):
+            later_items = [*chain.from_iterable([*self._rounds][place:])]
+            later_items += chain.from_iterable(self._batches.values())
+            oldest = min((number for number, _ in later_items), default=count + 1)
+            assert count == oldest - 1
 
 
 def _ends_snapshot(batch: IndexBatch) -> bool:

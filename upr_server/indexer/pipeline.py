@@ -8,13 +8,17 @@ costly indexes are built, the running ones wait for one of them, and not for all
 
 Commits cost more than entries when they are small. So a round waits until enough has gathered for
 it, but not for long, and not when somebody waits for the round.
+
+A scan waits for one index. So that index may be ahead of the others by some rounds: it takes them
+as soon as they are needed, and the others take them later.
 """
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
+from itertools import takewhile
 from typing import Final, Protocol, TypeVar
 
 import attrs
@@ -32,6 +36,10 @@ T = TypeVar("T")
 
 GATHER_S: Final = 0.05
 """The longest time that batches wait for a round to be worth its commits."""
+
+AHEAD_BYTES: Final = 3 * ROUND_BYTES
+"""How far an index that a scan waits for may be ahead of the others. They wait for so much more,
+and the batches stay in memory until all have them."""
 
 
 class BlockingRunner(Protocol):
@@ -79,6 +87,25 @@ class PipelineMember:
         return self.partitions is None or partition in self.partitions
 
 
+@attrs.define(eq=False)
+class _Round:
+    """A round under way.
+
+    Attributes:
+        batches: Its batches.
+        changes: Their changes.
+        members: The indexes that have yet to take them.
+    """
+
+    batches: Sequence[IndexBatch]
+    changes: RoundChanges
+    members: list[PipelineMember]
+
+    def member_of(self, file: IndexFile) -> PipelineMember | None:
+        """The member of an index; None if it has the changes. O(members)."""
+        return next((member for member in self.members if member.file is file), None)
+
+
 class Pipeline:
     """The queues of one stream.
 
@@ -114,8 +141,10 @@ class Pipeline:
         """How many tasks wait for changes of a partition."""
         self._awaited: Counter[IndexFile] = Counter()
         """How many tasks wait for an index."""
-        self._in_round: set[IndexFile] = set()
-        """The indexes that have the changes of the round under way."""
+        self._targets: list[tuple[int, IndexFile]] = []
+        """The calls of `wait_until_applied`, the oldest first."""
+        self._rounds: deque[_Round] = deque()
+        """The rounds under way, the oldest first."""
         self._waiting_tasks = 0
         self._arrived = Notifier()
         self.applied = Notifier()
@@ -149,10 +178,16 @@ class Pipeline:
 
     def has_applied(self, put_count: int, file: IndexFile | None = None) -> bool:
         """Whether the first `put_count` batches that were put are applied: to an index of the
-        pipeline, or to all of them. O(1)."""
-        if file in self._in_round:
-            return self._queues.has_applied_with_round(put_count)
-        return self._queues.has_applied(put_count)
+        pipeline, or to all of them. O(members)."""
+        return self._queues.has_applied(put_count, 0 if file is None else self._rounds_of(file))
+
+    def _rounds_of(self, file: IndexFile) -> int:
+        """How many of the rounds under way an index has."""
+        return sum(1 for _ in takewhile(lambda own: own.member_of(file) is None, self._rounds))
+
+    def round_count(self, file: IndexFile) -> int:
+        """How many rounds were applied to an index. O(members)."""
+        return self.rounds + self._rounds_of(file)
 
     async def drain(self) -> bool:
         """Waits until everything that was put so far is applied. Returns False when it never will
@@ -192,6 +227,16 @@ class Pipeline:
             self._awaited.subtract(files)
             self._awaited = +self._awaited
 
+    async def wait_until_applied(self, put_count: int, file: IndexFile) -> None:
+        """Waits until an index has the first `put_count` batches that were put. Meanwhile it comes
+        before the others, by `AHEAD_BYTES` at most."""
+        target = put_count, file
+        self._targets.append(target)
+        try:
+            await self.wait_until(lambda: self.has_applied(put_count, file), file=file)
+        finally:
+            self._targets.remove(target)
+
     async def sync(self) -> None:
         """Makes what was applied survive a crash of the machine."""
         for member in list(self.members):
@@ -206,14 +251,16 @@ class Pipeline:
         """
         try:
             while True:
-                await self._arrived.wait_until(lambda: len(self._queues) > 0)
-                with trio.move_on_after(GATHER_S):
-                    await self._arrived.wait_until(self._is_round_due)
-                batches = self._queues.begin_round(self._required, by_age=self._waiting_tasks > 0)
-                changed = await self._apply(batches)
-                self._finish(batches)
-                for member in changed:
-                    member.on_change()
+                if not self._rounds:
+                    await self._arrived.wait_until(lambda: len(self._queues) > 0)
+                    with trio.move_on_after(GATHER_S):
+                        await self._arrived.wait_until(self._is_round_due)
+                    await self._begin_round()
+                elif self._is_round_missing():
+                    await self._begin_round()
+                await self._apply_to_one()
+                while self._rounds and not self._rounds[0].members:
+                    self._end_round()
         finally:
             self.is_stopped = True
             self.applied.notify()
@@ -224,37 +271,67 @@ class Pipeline:
         is_worthwhile = self._queues.queued_bytes >= min(ROUND_BYTES, self._pool.nbytes // 4)
         return is_worthwhile or self._waiting_tasks > 0
 
-    async def _apply(self, batches: Sequence[IndexBatch]) -> list[PipelineMember]:
-        """Brings each member up to date. Returns those whose entries have changed."""
-        waiting_members = list(self.members)
+    def _next_target(self) -> IndexFile | None:
+        """The index that a scan waits for first, of those that lack what it waits for."""
+        return next(
+            (file for put_count, file in self._targets if not self.has_applied(put_count, file)),
+            None,
+        )
+
+    def _is_round_missing(self) -> bool:
+        """Whether a scan waits for batches that are in no round yet, and its index may go ahead."""
+        file = self._next_target()
+        return (
+            file is not None
+            and self._rounds_of(file) == len(self._rounds)
+            and self._queues.waiting_count > 0
+            and self._queues.round_bytes < min(AHEAD_BYTES, self._pool.nbytes // 4)
+        )
+
+    async def _begin_round(self) -> None:
+        batches = self._queues.begin_round(self._required, by_age=self._waiting_tasks > 0)
+        members = list(self.members)
         changes = await self._work(partial(self._changes, batches))
-        changed = []
-        while waiting_members:
-            # Those that scans wait for come first.
-            member = next(
-                (member for member in waiting_members if member.file in self._awaited),
-                waiting_members[0],
-            )
-            waiting_members.remove(member)
-            own = changes.of(member.covers)
-            # An index that was left out stays as it is: it would cost the others 2 µs a document.
-            if own.batches and not member.file.failure:
-                apply = partial(member.file.apply_changes, own, member.source)
-                if await self._work(apply):
-                    changed.append(member)
-            # A scan of this index need not wait for the others.
-            self._in_round.add(member.file)
-            self.applied.notify()
-        return changed
+        self._rounds.append(_Round(batches, changes, members))
 
     def _changes(self, batches: Sequence[IndexBatch]) -> RoundChanges:
         self.before_round()
         return RoundChanges(batches)
 
-    def _finish(self, batches: Sequence[IndexBatch]) -> None:
+    def _next_member(self) -> tuple[_Round, PipelineMember] | None:
+        """The index that comes next, and its oldest round; None if all have all rounds."""
+        file = self._next_target()
+        if file is not None:
+            for own in self._rounds:
+                member = own.member_of(file)
+                if member is not None:
+                    return own, member
+        own = self._rounds[0]
+        # Those that scans wait for come first.
+        awaited = (member for member in own.members if member.file in self._awaited)
+        member = next(awaited, None) or next(iter(own.members), None)
+        return None if member is None else (own, member)
+
+    async def _apply_to_one(self) -> None:
+        """Brings one index as far as its oldest round."""
+        item = self._next_member()
+        if item is None:
+            return
+        own, member = item
+        changes = own.changes.of(member.covers)
+        changed = 0
+        # An index that was left out stays as it is: it would cost the others 2 µs a document.
+        if changes.batches and not member.file.failure:
+            changed = await self._work(partial(member.file.apply_changes, changes, member.source))
+        own.members.remove(member)
+        # A scan of this index need not wait for the others.
+        self.applied.notify()
+        if changed:
+            member.on_change()
+
+    def _end_round(self) -> None:
         self._queues.end_round()
-        self._in_round.clear()
-        for batch in batches:
+        for batch in self._rounds.popleft().batches:
             self._pool.release(batch.nbytes)
             self.mutations += sum(len(chunk) for chunk in batch.chunks)
         self.rounds += 1
@@ -262,5 +339,6 @@ class Pipeline:
 
     def abandon(self) -> None:
         """Releases what the queues hold; nothing of it will be applied."""
+        self._rounds.clear()
         for batch in self._queues.clear():
             self._pool.release(batch.nbytes)

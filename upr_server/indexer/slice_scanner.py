@@ -237,10 +237,9 @@ class SliceScanner:
         log.freshness = "barrier"
         with log.recorded_wait("barrier"):
             put_count = await self._barriers.wait_until_received()
-        has_applied = partial(self._pipeline.has_applied, put_count, index.file)
-        if not has_applied():
+        if not self._pipeline.has_applied(put_count, index.file):
             with log.recorded_wait("queued_changes"):
-                await self._pipeline.wait_until(has_applied, file=index.file)
+                await self._pipeline.wait_until_applied(put_count, index.file)
 
     async def _scan(
         self,
@@ -257,7 +256,7 @@ class SliceScanner:
             with log.recorded_wait("written"):
                 await self._wait(index, partial(has_writes, index.file, writes), writes)
         while index.is_defined:
-            rounds = self._pipeline.rounds
+            rounds = self._pipeline.round_count(index.file)
             # Not settled: a snapshot is half applied. The next round may bring the rest.
             with suppress(NotSettledError):
                 answer, view = await trio.to_thread.run_sync(
@@ -271,11 +270,11 @@ class SliceScanner:
                     raise
                 return answer, view
             with log.recorded_wait("whole_snapshots"):
-                await self._wait(index, partial(self._has_applied_after, rounds))
+                await self._wait(index, partial(self._has_applied_after, rounds, index))
         raise NoIndexError(f"the index {index.name} was dropped during the scan")
 
-    def _has_applied_after(self, rounds: int) -> bool:
-        return self._pipeline.rounds > rounds
+    def _has_applied_after(self, rounds: int, index: Index) -> bool:
+        return self._pipeline.round_count(index.file) > rounds
 
     async def _wait(
         self,
