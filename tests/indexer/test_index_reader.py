@@ -22,16 +22,16 @@ from upr_protocol.client import BlockingClient, IndexClient
 from upr_server.indexer.definitions import Index, index_path
 from upr_server.indexer.explanation import FreshnessLog
 from upr_server.indexer.index_file import IndexFile
-from upr_server.indexer.index_reader import (
-    ENTRIES_MAX,
-    INCLUDED_MAX,
-    OPEN_MAX,
-    RANGES_MAX,
-    IndexReader,
-    is_short,
-)
+from upr_server.indexer.index_reader import OPEN_MAX, IndexReader
 from upr_server.indexer.pure.definition import IndexDefinition, IndexName
 from upr_server.indexer.query import Query, Range, RequiredWrite
+from upr_server.indexer.short_scan import (
+    ENTRIES_MAX,
+    INCLUDED_MAX,
+    RANGES_MAX,
+    is_short,
+    reads_little,
+)
 from upr_server.indexer.slice_scanner import read_answer
 from upr_server.indexer.slices import SliceAnswer, SliceScan
 
@@ -51,26 +51,31 @@ file.destroy()
 SCAN: Final = SliceScan(NAME, BY_A, Query(prefix=[3], timestamps=True), 10**6)
 
 
+AT_LEAST: Final = (RequiredWrite(0, "1", 1),)
+
+
 @pytest.mark.parametrize(
-    ("query", "short"),
+    ("query", "little", "short"),
     [
-        (Query(), True),
-        (Query(limit=ENTRIES_MAX, ranges=(Range(),) * RANGES_MAX), True),
-        (Query(limit=ENTRIES_MAX + 1), False),
-        (Query(ranges=(Range(),) * (RANGES_MAX + 1)), False),
-        (Query(consistency="now"), False),
-        (Query(consistency="at_least", written=(RequiredWrite(0, "1", 1),)), False),
-        (Query(written=(RequiredWrite(0, "1", 1),)), False),
-        (Query(hold_s=1), False),
-        (Query(moment="m"), False),
-        (Query(distinct=1), False),
-        (Query(count=True), False),
+        (Query(), True, True),
+        (Query(limit=ENTRIES_MAX, ranges=(Range(),) * RANGES_MAX), True, True),
+        (Query(limit=ENTRIES_MAX + 1), False, False),
+        (Query(ranges=(Range(),) * (RANGES_MAX + 1)), False, False),
+        (Query(consistency="now"), True, False),
+        (Query(consistency="at_least", written=AT_LEAST), True, False),
+        (Query(written=AT_LEAST), True, False),
+        (Query(hold_s=1), True, False),
+        (Query(moment="m"), True, False),
+        (Query(distinct=1), False, False),
+        (Query(count=True), False, False),
+        (Query(count=True, consistency="now"), False, False),
     ],
 )
 def test_a_scan_is_short_if_it_waits_for_nothing_and_reads_little(
-    query: Query, short: bool
+    query: Query, little: bool, short: bool
 ) -> None:
-    assert is_short(SliceScan(NAME, BY_A, query, 10**6)) == short
+    scan = SliceScan(NAME, BY_A, query, 10**6)
+    assert (reads_little(scan), is_short(scan)) == (little, short)
 
 
 def test_a_scan_of_included_values_is_short_up_to_fewer_entries() -> None:

@@ -25,32 +25,11 @@ from upr_server.indexer.definitions import index_path
 from upr_server.indexer.explanation import FreshnessLog
 from upr_server.indexer.index_file import IndexFileError, IndexFileToRead
 from upr_server.indexer.pure.definition import IndexDefinition, IndexName
-from upr_server.indexer.query import LIMIT_DEFAULT
 from upr_server.indexer.slice_scanner import read_answer
 from upr_server.indexer.slices import SliceAnswer, SliceScan
 
-ENTRIES_MAX: Final = 500
-"""The longest scan that is read here: it is read in the event loop, in some 1 ms."""
-
-RANGES_MAX: Final = 16
-"""The most ranges of such a scan: each is a search."""
-
-INCLUDED_MAX: Final = 50
-"""The longest scan that is read here if entries include values: each may have a page of its own."""
-
 OPEN_MAX: Final = 16
 """The most indexes of a slice that are open here. Each takes two file descriptors."""
-
-
-def is_short(scan: SliceScan) -> bool:
-    """Whether a scan waits for nothing, holds nothing, and reads little. O(1)."""
-    query = scan.query
-    entries_max = INCLUDED_MAX if scan.definition.include else ENTRIES_MAX
-    is_plain = query.consistency == "any" and not (
-        query.written or query.moment or query.hold_s or query.is_summary or query.distinct
-    )
-    is_little = (query.limit or LIMIT_DEFAULT) <= entries_max
-    return is_plain and is_little and len(query.ranges or ()) <= RANGES_MAX
 
 
 @attrs.frozen

@@ -29,6 +29,7 @@ from upr_server.indexer.moments import Moment, Moments
 from upr_server.indexer.pipeline import Pipeline
 from upr_server.indexer.pure.definition import IndexDefinition, IndexName
 from upr_server.indexer.query import LIMIT_DEFAULT
+from upr_server.indexer.short_scan import reads_little
 from upr_server.indexer.slices import (
     SliceAnswer,
     SliceId,
@@ -259,9 +260,12 @@ class SliceScanner:
             rounds = self._pipeline.round_count(index.file)
             # Not settled: a snapshot is half applied. The next round may bring the rest.
             with suppress(NotSettledError):
-                answer, view = await trio.to_thread.run_sync(
-                    partial(_read_now, index, scan, selection, log)
-                )
+                read = partial(_read_now, index, scan, selection, log)
+                if reads_little(scan):
+                    await trio.lowlevel.checkpoint()
+                    answer, view = read()
+                else:
+                    answer, view = await trio.to_thread.run_sync(read)
                 try:
                     # A failover may have undone a required change meanwhile.
                     has_writes(index.file, writes)

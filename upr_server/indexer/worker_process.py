@@ -13,8 +13,9 @@ from typing import Final
 import structlog
 import trio
 
-from upr_server.indexer.index_reader import IndexReader, is_short
+from upr_server.indexer.index_reader import IndexReader
 from upr_server.indexer.pure.definition import IndexDefinition, IndexName
+from upr_server.indexer.short_scan import is_short
 from upr_server.indexer.slice_link import LinkedSlice
 from upr_server.indexer.slices import (
     SliceAnswer,
