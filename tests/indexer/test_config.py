@@ -105,6 +105,8 @@ def test_several_nodes_may_be_named() -> None:
         ),
         ({"workers": "-1"}, "workers"),
         ({"workers": "65"}, "workers"),
+        ({"worker_niceness": "-1"}, "worker_niceness"),
+        ({"worker_niceness": "20"}, "worker_niceness"),
         ({"pool_bytes": "-1"}, "pool_bytes"),
         ({"pool_bytes": "many"}, "pool_bytes"),
         ({"queues": "0"}, "queues"),

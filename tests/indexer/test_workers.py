@@ -32,6 +32,10 @@ def answers(asking: IndexClient, client: BlockingClient) -> str:
     return ""
 
 
+def niceness(pid: int) -> int:
+    return os.getpriority(os.PRIO_PROCESS, pid)
+
+
 def test_workers_that_are_killed_or_hang_never_give_half_an_answer(
     url: str, tmp_path: Path
 ) -> None:
@@ -81,7 +85,7 @@ def test_a_stop_applies_what_was_read_and_a_killed_indexer_leaves_no_worker(
     options = ("--workers", "2")
     with BlockingClient(url) as client:
         with (
-            indexer_process(url, tmp_path, *options) as indexer,
+            indexer_process(url, tmp_path, *options, "--worker-niceness", "5") as indexer,
             IndexClient(indexer.url) as asking,
         ):
             asking.create("d", DESIGN)
@@ -90,6 +94,11 @@ def test_a_stop_applies_what_was_read_and_a_killed_indexer_leaves_no_worker(
                 client.set(KEYS[index], json.dumps({"a": index}))
             asking.count("d/a", consistency="now")
             pids = workers_of(indexer)
+            # They do not interrupt the process that answers scans.
+            front = indexer.process.pid
+            assert {os.sched_getscheduler(pid) for pid in pids} == {os.SCHED_BATCH}
+            assert os.sched_getscheduler(front) == os.SCHED_OTHER
+            assert set(map(niceness, pids)) == {min(19, niceness(front) + 5)}
             assert indexer.stop() == 0
             assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
         with (

@@ -114,6 +114,12 @@ EXIT_FAILED: Final = 1
     "indexes again.  [default: one a core, at most 4]",
 )
 @click.option(
+    "--worker-niceness",
+    type=int,
+    help="By how much workers are nicer than the process that answers scans, up to 19.  [default: "
+    "0]",
+)
+@click.option(
     "--nodes",
     metavar="URL,URL…",
     help="Where each node answers, if several nodes keep the indexes; the same at each node, in "

@@ -82,6 +82,8 @@ class IndexerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         workers: How many processes keep the indexes, each a slice of them; 0 for one a core, and
             4 at most, and fewer if the pool is small. With 1 this process does it. Not together
             with `nodes`.
+        worker_niceness: By how much workers are nicer than this process, which answers scans; 19
+            at most.
         nodes: Where each node of the indexer answers, `http://HOST:PORT` or `https://…`, with
             commas between; the same at each node. Empty for an indexer that is alone.
         node: Which of them this is: its place, from 0, or its URL; empty for the one whose host and
@@ -115,6 +117,7 @@ class IndexerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     pool_bytes: Annotated[int, msgspec.Meta(ge=0)] = 0
     queues: _Count = 8
     workers: Annotated[int, msgspec.Meta(ge=0, le=SLICES_MAX)] = 0
+    worker_niceness: Annotated[int, msgspec.Meta(ge=0, le=19)] = 0
     nodes: str = ""
     node: str = ""
     slices: Annotated[int, msgspec.Meta(ge=0, le=SLICES_MAX)] = 0

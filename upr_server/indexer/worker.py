@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import faulthandler
+import os
 import signal
 import socket
 import sys
 from collections.abc import AsyncGenerator, Callable
-from contextlib import aclosing, closing
+from contextlib import aclosing, closing, suppress
 from functools import partial
 from typing import Any, Final
 
@@ -140,13 +141,26 @@ async def _send(frames: MessageStream, nursery: trio.Nursery) -> None:
         nursery.cancel_scope.cancel()
 
 
+def _set_up(config: IndexerConfig) -> None:
+    set_up_logging(config.log_level, config.log_format)
+    # No other thread has been started yet; those that are started later are as nice.
+    os.nice(config.worker_niceness)
+
+
 async def _serve(descriptor: int) -> None:
     own_socket = socket.socket(fileno=descriptor)
     own_socket.setblocking(False)
     async with trio.SocketStream(trio.socket.from_stdlib_socket(own_socket)) as stream:
-        await serve_slice(
-            stream, lambda config: set_up_logging(config.log_level, config.log_format)
-        )
+        await serve_slice(stream, _set_up)
+
+
+def _interrupt_nobody() -> None:
+    """Has Linux let other processes finish their turns when this one wakes. The threads of a worker
+    wake each other thousands of times a second, and would interrupt the process that answers scans
+    each time. The worker has as much of the processors as before."""
+    # A sandbox may forbid it.
+    with suppress(OSError):
+        os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 
 
 def main(descriptor: int) -> None:
@@ -161,6 +175,7 @@ def main(descriptor: int) -> None:
         signal.signal(number, signal.SIG_IGN)
     # A crash in C tells its place on standard error.
     faulthandler.enable(2)
+    _interrupt_nobody()
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     collect_rarely()
     trio.run(_serve, descriptor)
