@@ -3,8 +3,9 @@
 It tells, in one run: documents a second that three indexes are built with, beside the bare stream's
 mutations and SQLite with the same indexes; what scans take at each consistency while a writer
 writes as fast as it can, with `--rate`, or no further ahead of the indexes than `--ahead`; and what
-the running indexes, a live consumer and scans notice while one index more is built. Further options
-go to the indexer: `--workers 2`.
+the running indexes, a live consumer and scans notice while one index more is built. With
+`--worker-counts 1,2,4` all of it is repeated for each number of workers, and SQLite is measured
+once. Further options go to the indexer.
 """
 
 from __future__ import annotations
@@ -337,11 +338,35 @@ def main() -> None:
         default=0,
         help="how many documents the writer may be ahead of an index; 0 for any number",
     )
+    parser.add_argument(
+        "--moved",
+        type=int,
+        help="how many documents to write once more, before the writing; all by default",
+    )
+    parser.add_argument(
+        "--worker-counts",
+        type=_counts,
+        default=[],
+        help="numbers of workers, with commas between; by default the indexer's own choice",
+    )
     parser.add_argument("--data-dir", type=Path, help="where to keep everything meanwhile")
     parser.add_argument("--no-sqlite", action="store_true")
     options, indexer_options = parser.parse_known_args()
-    with tempfile.TemporaryDirectory(dir=options.data_dir, ignore_cleanup_errors=True) as folder:
-        _measure(Path(folder), options, indexer_options)
+    for count in options.worker_counts or [0]:
+        in_workers = []
+        if count:
+            print(f"--- workers: {count}", flush=True)
+            in_workers = ["--workers", str(count)]
+        # A folder for each: the one before is removed, so that the disk need not have room for all.
+        with tempfile.TemporaryDirectory(
+            dir=options.data_dir, ignore_cleanup_errors=True
+        ) as folder:
+            _measure(Path(folder), options, [*in_workers, *indexer_options])
+        options.no_sqlite = True
+
+
+def _counts(text: str) -> list[int]:
+    return [int(count) for count in text.split(",")]
 
 
 def _measure(data: Path, options: argparse.Namespace, indexer_options: list[str]) -> None:
@@ -386,12 +411,14 @@ def _measure(data: Path, options: argparse.Namespace, indexer_options: list[str]
             f"{times.of_documents(count)}"
         )
         times, began = ProcessorTimes(indexer=indexer, server=server), time.monotonic()
-        publish(url, documents(count, -1), lambda _results: True)
-        asking.count("first/city", consistency="now", timeout_s=300)
+        moved = count if options.moved is None else min(options.moved, count)
+        publish(url, documents(moved, -1), lambda _results: True)
+        for name in NAMES:
+            asking.count(name, consistency="now", timeout_s=300)
         took_s = time.monotonic() - began
         print(
-            f"all written once more, moved in every index: {count / took_s:,.0f} documents/s, "
-            f"{took_s:.0f} s; {times.of_documents(count)}"
+            f"{moved:,} written once more, moved in every index: {moved / took_s:,.0f} "
+            f"documents/s, {took_s:.0f} s; {times.of_documents(moved)}"
         )
         _measure_load(url, where, asking, options)
         disk_bytes = sum(row["disk_bytes"] for row in asking.indexes())
