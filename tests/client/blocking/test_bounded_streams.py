@@ -173,6 +173,27 @@ def test_a_final_refusal_is_an_error_at_once(fake: ThreadedFake) -> None:
     assert fake.dialled == 1
 
 
+@pytest.mark.parametrize(
+    ("url", "status"),
+    [("upr://fake,other/b", Status.NO_BUCKET), ("upr://fake/b", Status.LOG_IN_FAILED)],
+)
+def test_a_consumer_goes_on_where_another_host_or_attempt_may_succeed(
+    fake: ThreadedFake, url: str, status: Status
+) -> None:
+    refused: list[Message] = []
+
+    def refuse(message: Message) -> Status | None:
+        if isinstance(message, Open) and not refused:
+            refused.append(message)
+            return status
+        return None
+
+    fake.server.refuse = refuse
+    bounded = streams(fake, fake.server, address=Address.parse(url), retry_timeout_s=60.0)
+    assert rows(bounded.events(), bounded.end) == numbers(fake.server)
+    assert fake.dialled == 2
+
+
 def test_a_partition_that_is_refused_at_first_is_asked_for_again(fake: ThreadedFake) -> None:
     refused: list[Message] = []
 

@@ -27,7 +27,7 @@ from upr_protocol.client.core.subscription import (
     checked_partitions,
 )
 from upr_protocol.client.options import IDENTITY_DEFAULT
-from upr_protocol.errors import UprError
+from upr_protocol.errors import ServerError, Status, UprError
 from upr_protocol.ids import PartitionId
 from upr_protocol.limits import IDLE_INTERVAL_S_DEFAULT
 from upr_protocol.transport import SocketDial, dial_socket
@@ -81,10 +81,17 @@ class BoundedStreams:
         try:
             yield from self._events_of_one_connection(state)
         except UprError as error:
-            if not is_retryable(error):
+            if not self._may_go_on_after(error):
                 raise
         if not state.is_finished:
             yield from self._remaining_events(state)
+
+    def _may_go_on_after(self, error: UprError) -> bool:
+        """Whether a consumer may fare better than the one connection did."""
+        # It asks the address's other hosts, of which one may have a bucket that this one has not.
+        # And it tries a refused log-in again: the node may not know of a changed password yet.
+        is_log_in = isinstance(error, ServerError) and error.status is Status.LOG_IN_FAILED
+        return is_retryable(error) or is_log_in or bool(self.address.other_nodes)
 
     def _events_of_one_connection(self, state: SubscriptionState) -> Generator[Event, None, None]:
         """What one connection gives, until all has ended, or another node is to be asked."""
