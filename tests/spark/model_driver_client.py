@@ -62,6 +62,7 @@ class ModelDriverClient:
         self.times: dict[tuple[int, int], datetime] = {}
         """When a number of a partition was given, where that matters."""
         self.is_deleted = False
+        self.row_bytes = BYTES_A_ROW
 
     def _new(self) -> ModelPartition:
         return ModelPartition(FailoverLog().with_branch(HistoryId(next(self._histories)), SeqNo(0)))
@@ -220,7 +221,7 @@ class ModelDriverClient:
                     self.partitions[partition].log.current,
                     SeqNo(start),
                     SeqNo(end),
-                    BYTES_A_ROW * (end - start),
+                    self.row_bytes * (end - start),
                 )
                 for partition, start, end in self.leases[lease_id].ranges
             ),

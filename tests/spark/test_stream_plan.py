@@ -551,6 +551,7 @@ OFFSETS = st.builds(
     st.integers(0, 2**64 - 1),
     st.none() | st.dictionaries(st.just(PartitionId(3)), PARTITION_OFFSETS),
     st.booleans(),
+    st.integers(0, 2**40),
 )
 
 
@@ -712,6 +713,30 @@ def test_a_batch_of_which_another_node_has_become_active_is_not_read() -> None:
     assert ranges_of([task]) == [(0, 0, 4, None), (1, 0, 4, None)]
     for range_ in task.ranges:
         assert driver.read(range_.partition, range_.start, range_.end, task.lease_id)
+
+
+def test_a_batch_has_the_same_tasks_though_compaction_has_changed_its_size() -> None:
+    """A write that runs again in other tasks is refused, each time that the query is started."""
+    driver = ModelDriverClient(3)
+    for partition, count in enumerate((30, 20, 50)):
+        for key in range(count):
+            driver.write(partition, key)
+        driver.flush(partition)
+    reader = reader_of(driver, maxPartitionBytes="200")
+    initial = reader.initialOffset()
+    end = reader.latestOffset(initial, ReadAllAvailable())
+
+    def tasks() -> list[Ranges]:
+        again = reader_of(driver, maxPartitionBytes="200")
+        return [ranges_of([task]) for task in again.partitions(initial, end)]  # type: ignore[list-item]
+
+    first = tasks()
+    assert len(first) > 2
+    driver.row_bytes //= 3
+    assert tasks() == first
+    # What an older version has planned is divided as that did.
+    del end["number_bytes"]
+    assert 0 < len(tasks()) < len(first)
 
 
 def test_changes_not_yet_on_disk_are_streamed_only_on_request() -> None:

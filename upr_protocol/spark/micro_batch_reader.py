@@ -207,10 +207,13 @@ class MicroBatchReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         ranges = self._without_rolled_back(ranges_between(old_offset, new_offset), new_offset)
         if lease_id and ranges:
             lease = self._pin_ranges(lease_id, ranges)
-            lease_id, sizes = lease.lease_id, sizes_of(lease)
+            lease_id, size = lease.lease_id, new_offset.number_bytes
+            # The offset of an older version says no size.
+            sizes = {} if size else sizes_of(lease)
             ranges = [
                 attrs.evolve(
-                    range_, nbytes=int(sizes.get(range_.partition, 0) * (range_.end - range_.start))
+                    range_,
+                    nbytes=int(sizes.get(range_.partition, size) * (range_.end - range_.start)),
                 )
                 for range_ in ranges
             ]

@@ -127,6 +127,9 @@ class StreamOffset:
             others. Spark asks a second time where to begin when it is restarted before it committed
             the first batch, and by then the answer may be another.
         is_initial: Whether this is where the stream begins.
+        number_bytes: Bytes a sequence number of the batch that ends here, on average, as it was
+            planned; 0 if unknown. The batch is divided into tasks by it: the server measures other
+            sizes after a compaction, and a batch that runs again needs the same tasks.
     """
 
     bucket: str
@@ -134,6 +137,7 @@ class StreamOffset:
     lease_id: int = 0
     initial: Mapping[PartitionId, PartitionOffset] | None = None
     is_initial: bool = False
+    number_bytes: int = 0
 
     def partition_offset(self, partition: PartitionId) -> PartitionOffset:
         """Where the stream stands in a partition."""
@@ -146,6 +150,8 @@ class StreamOffset:
             document["lease"] = f"{self.lease_id:016x}"
         if self.is_initial:
             document["is_initial"] = True
+        if self.number_bytes:
+            document["number_bytes"] = self.number_bytes
         if self.initial is not None:
             document["initial"] = _partitions_to_json(self.initial)
         document["partitions"] = _partitions_to_json(self.partitions)
@@ -174,6 +180,7 @@ class StreamOffset:
                 int(document.get("lease", "0"), 16),
                 None if initial is None else _partitions_of_json(initial, version),
                 bool(document.get("is_initial", False)),
+                int(document.get("number_bytes", 0)),
             )
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise PipelineError(

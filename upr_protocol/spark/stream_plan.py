@@ -381,7 +381,12 @@ class StreamPlan:
             for partition, offset in start.partitions.items()
             if partition not in new_offsets
         }
-        return StreamOffset(self._bucket, unmoved | new_offsets, lease_id, initial)
+        number_bytes = _mean_size(
+            {partition: end - partitions[partition].seq for partition, end in ends.items()}, sizes
+        )
+        return StreamOffset(
+            self._bucket, unmoved | new_offsets, lease_id, initial, number_bytes=number_bytes
+        )
 
     # What is behind it.
 
@@ -539,6 +544,15 @@ def equal_shares(batch_total: int, backlogs: Mapping[K, int]) -> dict[K, int]:
     ]:
         parts[name] += 1
     return parts
+
+
+def _mean_size(counts: Mapping[PartitionId, int], sizes: Mapping[PartitionId, float]) -> int:
+    """Bytes a sequence number, of so many of each partition; 0 if no sizes are known."""
+    total = sum(counts.values())
+    if not total or not sizes:
+        return 0
+    nbytes = sum(sizes.get(partition, 0.0) * count for partition, count in counts.items())
+    return max(1, round(nbytes / total))
 
 
 def sizes_of(lease: HeldLease) -> dict[PartitionId, float]:
