@@ -21,9 +21,9 @@ from upr_protocol.errors import BrokenError, TlsError
 from upr_protocol.spark.driver_client import BucketDriverClient
 from upr_protocol.spark.errors import PipelineError, as_pipeline_error, sentence_first
 from upr_protocol.spark.index_query import IndexQuery
-from upr_protocol.spark.json_values import parser_of, unparsed_values
+from upr_protocol.spark.json_values import parser_of
 from upr_protocol.spark.read_options import ReadOptions
-from upr_protocol.spark.record_batches import column_as
+from upr_protocol.spark.record_batches import record_batch_of
 from upr_protocol.spark.schema import INDEX_COLUMNS, UNPARSED, check_schema
 
 ENTRIES_AT_ONCE: Final = 1000
@@ -159,12 +159,7 @@ class _Rows:
                 else [of_entry(entry) for entry in entries]
             )
             columns[name] = pa.array(values, pa.binary() if name in ("key", "value") else kind)
-        if self._parser is not None:
-            texts = columns["value"]
-            parsed = self._parser.parse(texts, self._schema.field("value").type)
-            columns |= {"value": parsed, UNPARSED: unparsed_values(texts, parsed)}
-        arrays = [column_as(field.name, columns[field.name], field.type) for field in self._schema]
-        return pa.RecordBatch.from_arrays(arrays, schema=self._schema)
+        return record_batch_of(columns, self._schema, self._parser)
 
     def close(self) -> None:
         """Closes the connection."""

@@ -193,12 +193,7 @@ class SnapshotColumns:
             for name in self._schema.names
             if name != UNPARSED
         }
-        if self._parser is not None:
-            values = columns["value"]
-            parsed = self._parser.parse(values, self._schema.field("value").type)
-            columns |= {"value": parsed, UNPARSED: unparsed_values(values, parsed)}
-        arrays = [column_as(field.name, columns[field.name], field.type) for field in self._schema]
-        return pa.RecordBatch.from_arrays(arrays, schema=self._schema)
+        return record_batch_of(columns, self._schema, self._parser)
 
     def _selected_column(
         self,
@@ -274,6 +269,29 @@ def _is_all(column: memoryview, byte: bytes) -> bool:
     """Whether a column has this byte throughout. Bytes are compared many at a time; a call of
     `strip` looks at each."""
     return column.tobytes() == byte * column.nbytes
+
+
+def record_batch_of(
+    columns: Mapping[str, pa.Array], schema: pa.Schema, parser: ValueParser | None
+) -> pa.RecordBatch:
+    """Columns as a record batch of a schema.
+
+    Args:
+        columns: The columns of the schema, but `UNPARSED`, with values as bytes or text.
+        schema: The schema.
+        parser: What makes structs of the values; None where these stay bytes or text.
+
+    Raises:
+        PipelineError: A text is no UTF-8.
+    """
+    arrays = dict(columns)
+    if parser is not None:
+        values = arrays["value"]
+        structs = parser.parse(values, schema.field("value").type)
+        arrays |= {"value": structs, UNPARSED: unparsed_values(values, structs)}
+    return pa.RecordBatch.from_arrays(
+        [column_as(field.name, arrays[field.name], field.type) for field in schema], schema=schema
+    )
 
 
 def column_as(name: str, column: pa.Array, kind: pa.DataType) -> pa.Array:

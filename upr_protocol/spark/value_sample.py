@@ -98,9 +98,9 @@ def _newest_values(options: ReadOptions, count: int) -> Iterator[bytes]:
             consumer.connect()
             for event in consumer:
                 if isinstance(event, ChunkReceived):
-                    for numbers in event.chunk:
-                        if numbers.op is Operation.SET and options.key in (None, numbers.key):
-                            yield numbers.value
+                    for mutation in event.chunk:
+                        if mutation.op is Operation.SET and options.key in (None, mutation.key):
+                            yield mutation.value
     except UprError as error:
         raise as_pipeline_error(error, options.address, options.timeout_s) from error
 

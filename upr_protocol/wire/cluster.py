@@ -96,6 +96,17 @@ class GetMap(Message, frozen=True):
         return (bucket,)
 
 
+_REFUSED_MAPS: Final = (
+    Status.WRONG_STATE,
+    Status.BAD_ARGUMENT,
+    Status.TEMPORARY_FAILURE,
+    Status.LIMIT_REACHED,
+    Status.DAMAGED,
+    Status.REVISION_CONFLICT,
+)
+"""Why a node does not apply a partition map."""
+
+
 class SetMap(Message, frozen=True):
     """Replaces a node's partition map. When the node answers, it has applied the map. If its old
     map does not have the expected revision, it refuses with `REVISION_CONFLICT`. If the map needs
@@ -107,14 +118,7 @@ class SetMap(Message, frozen=True):
     states = DATA
     body_bytes_max = 1024 * 1024
     answers = (MapReply,)
-    refusals = (
-        Status.WRONG_STATE,
-        Status.BAD_ARGUMENT,
-        Status.TEMPORARY_FAILURE,
-        Status.LIMIT_REACHED,
-        Status.DAMAGED,
-        Status.REVISION_CONFLICT,
-    )
+    refusals = _REFUSED_MAPS
     layout = cs.Struct(
         "expected_revision" / cs.Int64ul * "the revision that it replaces; 0 for none",
         "document" / text(cs.Int32ul) * "the map, as JSON",
@@ -132,14 +136,7 @@ class Join(Message, frozen=True):
     sender = Role.CLIENT
     states = CONTROL
     answers = (MapReply,)
-    refusals = (
-        Status.WRONG_STATE,
-        Status.BAD_ARGUMENT,
-        Status.TEMPORARY_FAILURE,
-        Status.LIMIT_REACHED,
-        Status.DAMAGED,
-        Status.REVISION_CONFLICT,
-    )
+    refusals = _REFUSED_MAPS
     layout = cs.Struct(
         "bucket" / text() * "the bucket's name",
         "address" / text() * "`HOST:PORT` of a node that has the map",

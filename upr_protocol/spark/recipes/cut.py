@@ -15,11 +15,12 @@ from upr_protocol.errors import ServerError, Status
 from upr_protocol.failover import FailoverLog
 from upr_protocol.ids import SEQ_MAX, PartitionId, SeqNo
 from upr_protocol.spark.driver_client import BucketDriverClient, new_lease_id
-from upr_protocol.spark.errors import OptionError, PipelineError, as_pipeline_error
+from upr_protocol.spark.errors import PipelineError, as_pipeline_error
 from upr_protocol.spark.read_options import ReadOptions
+from upr_protocol.spark.recipes.target import check_own_options
 from upr_protocol.spark.source import UprDataSource
 
-_OURS: Final = frozenset(
+_OWN_OPTIONS: Final = frozenset(
     {
         "url",
         "partitions",
@@ -114,9 +115,7 @@ def options_with_url(url: str, options: Mapping[str, str]) -> dict[str, str]:
     Raises:
         OptionError: One is among them that the recipe sets by itself.
     """
-    for name in options:
-        if name.lower() in _OURS:
-            raise OptionError(f"the option {name} is not for you to give: this recipe sets it")
+    check_own_options(options, _OWN_OPTIONS)
     return {**options, "url": url}
 
 

@@ -22,10 +22,11 @@ from upr_protocol.spark.recipes.folder import plain_path
 from upr_protocol.spark.recipes.latest_state import ProgressCallback, ignore_progress
 from upr_protocol.spark.recipes.manifest import Manifest
 from upr_protocol.spark.recipes.snapshot import rows_of
+from upr_protocol.spark.recipes.target import check_own_options
 from upr_protocol.spark.source import UprDataSource
 
 _COLUMNS: Final = ("op", "key", "value", "flags", "expiry")
-_OURS: Final = frozenset(
+_OWN_OPTIONS: Final = frozenset(
     {"url", "operation", "operationcolumn", "keycolumn", "valuecolumn"}
     | {"flagscolumn", "expirycolumn", "cascolumn", "onerror", "deadletterpath"}
 )
@@ -78,9 +79,7 @@ def restore(
             cannot be written.
     """
     started_at = time.monotonic()
-    for name in options or {}:
-        if name.lower() in _OURS:
-            raise OptionError(f"the option {name} is not for you to give: this recipe sets it")
+    check_own_options(options or {}, _OWN_OPTIONS)
     folder = plain_path(path)
     if not folder.exists():
         raise PipelineError("UPR_FOLDER", f"{folder} is not there")

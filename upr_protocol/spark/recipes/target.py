@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 
 from pyspark.sql import DataFrame
 from pyspark.sql.streaming.query import StreamingQuery
@@ -11,6 +11,21 @@ from pyspark.sql.streaming.readwriter import DataStreamWriter
 from upr_protocol.spark.driver_connection import check_bucket
 from upr_protocol.spark.errors import OptionError
 from upr_protocol.spark.options import SourceOptions, connection_options
+
+
+def check_own_options(options: Mapping[str, str], own_options: Container[str]) -> None:
+    """Makes sure that a caller gives no option that a recipe sets by itself.
+
+    Args:
+        options: What the caller gives.
+        own_options: The names of the options that the recipe sets, in lower case.
+
+    Raises:
+        OptionError: One of them is given.
+    """
+    for name in options:
+        if name.lower() in own_options:
+            raise OptionError(f"the option {name} is not for you to give: this recipe sets it")
 
 
 def check_triggers(*, available_now: bool, interval: str | None) -> None:
