@@ -123,24 +123,24 @@ os.execv(sys.executable, [sys.executable, *sys.argv[1:]])
 @contextmanager
 def in_terminal(*args: str) -> Iterator[tuple[subprocess.Popen[bytes], int]]:
     """`upr` with a terminal, whose other side is a descriptor; its standard input is a file."""
-    ours, theirs = pty.openpty()
+    own_end, peer_end = pty.openpty()
     command = [sys.executable, "-c", _IN_TERMINAL, "-m", "upr_protocol.cli", *args]
     process = subprocess.Popen(
         command,
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
-        stderr=theirs,
+        stderr=peer_end,
         cwd=ROOT,
         env=environment(),
         start_new_session=True,
     )
-    os.close(theirs)
+    os.close(peer_end)
     try:
         with process:
-            yield process, ours
+            yield process, own_end
     finally:
         process.kill()
-        os.close(ours)
+        os.close(own_end)
 
 
 def shown_until(terminal: int, text: bytes) -> bytes:

@@ -199,7 +199,7 @@ async def test_partitions_are_handed_back_if_the_target_stops_answering(
 async def test_partitions_are_handed_back_if_the_target_refuses() -> None:
     async with running_servers("abc") as group:
         before = logs(group, "a")
-        mine = group.partition("b").failover_log
+        own_log = group.partition("b").failover_log
         wrong = FailoverLog.of_pairs([(HistoryId(7), SeqNo(0))])
 
         def on_progress(sentence: str) -> None:
@@ -211,7 +211,7 @@ async def test_partitions_are_handed_back_if_the_target_refuses() -> None:
 
         with pytest.raises(NotDoneError, match=r"node b refuses.*so a is active again"):
             await take_over(group.operator(on_progress=on_progress), to="b", all_of="a")
-        group.partition("b").change_state(PartitionState.REPLICA, mine)
+        group.partition("b").change_state(PartitionState.REPLICA, own_log)
         assert group.states("a") == ACTIVE
         assert logs(group, "a") == before
         # The target refuses the earlier map for ever: it has a later one.

@@ -106,19 +106,19 @@ def links(data: bytes) -> None:
 async def _serve(message: bytes) -> None:
     pool = MemoryPool(POOL_BYTES)
     part = ReplicatedSlice(SLICE, {0: ("http://n:1", _Slice())}, 0)
-    ours, theirs = trio.testing.memory_stream_pair()
-    await ours.send_all(message)
-    await ours.send_eof()
-    await serve_link(theirs, part, pool)
+    own_end, peer_end = trio.testing.memory_stream_pair()
+    await own_end.send_all(message)
+    await own_end.send_eof()
+    await serve_link(peer_end, part, pool)
     assert pool.scan_bytes == 0
 
 
 async def _ask(message: bytes) -> None:
-    ours, theirs = trio.testing.memory_stream_pair()
+    own_end, peer_end = trio.testing.memory_stream_pair()
 
     async def open_link() -> trio.abc.Stream:
         await trio.lowlevel.checkpoint()
-        return ours
+        return own_end
 
     part = RemoteSlice(SLICE, "http://n:1", open_link)
 
@@ -134,5 +134,5 @@ async def _ask(message: bytes) -> None:
         nursery.start_soon(ask)
         await trio.lowlevel.checkpoint()
         with suppress(trio.BrokenResourceError):
-            await theirs.send_all(message)
-        await theirs.aclose()
+            await peer_end.send_all(message)
+        await peer_end.aclose()

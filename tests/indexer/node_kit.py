@@ -143,12 +143,12 @@ class Nodes:
         await indexer.membership.check(index, query["map"][0], query["bucket"][0])
         part = indexer.holders[index]
         assert isinstance(part, ReplicatedSlice)
-        ours, theirs = trio.testing.memory_stream_pair()
+        own_end, peer_end = trio.testing.memory_stream_pair()
         places = origin, place
         self._nursery.start_soon(
-            self._serve, place, _StoppableStream(theirs, self, places), part, indexer
+            self._serve, place, _StoppableStream(peer_end, self, places), part, indexer
         )
-        return _StoppableStream(ours, self, places)
+        return _StoppableStream(own_end, self, places)
 
     async def _serve(
         self, place: int, stream: trio.abc.Stream, part: ReplicatedSlice, indexer: Indexer

@@ -346,9 +346,9 @@ async def test_a_node_that_hears_no_message_opens_another_link(
     async def open_link() -> trio.abc.Stream:
         nonlocal opened
         opened += 1
-        ours, theirs = trio.testing.memory_stream_pair()
-        await theirs.send_all(data)
-        return ours
+        own_end, peer_end = trio.testing.memory_stream_pair()
+        await peer_end.send_all(data)
+        return own_end
 
     part = RemoteSlice(SliceId(0, 1), "http://n:1", open_link)
     with trio.move_on_after(10):

@@ -49,9 +49,9 @@ class OtherNode:
     async def open_link(self, nursery: trio.Nursery) -> trio.abc.Stream:
         await trio.lowlevel.checkpoint()
         self.links += 1
-        ours, theirs = trio.testing.memory_stream_pair()
-        nursery.start_soon(self._serve, theirs)
-        return ours
+        own_end, peer_end = trio.testing.memory_stream_pair()
+        nursery.start_soon(self._serve, peer_end)
+        return own_end
 
     async def _serve(self, stream: trio.abc.Stream) -> None:
         frames = MessageStream(stream, ToNode)
@@ -190,17 +190,17 @@ def test_the_error_of_a_wrong_query_names_its_field() -> None:
 async def a_served_link() -> AsyncIterator[tuple[MessageStream, trio.abc.Stream, ReplicatedSlice]]:
     """The link of another node to a busy slice: what it sends with, and its end of the stream."""
     part = ReplicatedSlice(SliceId(0, 1), {0: ("http://n:1", cast("SliceHolder", BusySlice()))}, 0)
-    theirs, ours = trio.testing.memory_stream_pair()
+    peer_end, own_end = trio.testing.memory_stream_pair()
     async with trio.open_nursery() as nursery:
-        frames = MessageStream(theirs, FromNode)
+        frames = MessageStream(peer_end, FromNode)
 
         async def serve() -> None:
-            async with ours:
-                await serve_link(ours, part, MemoryPool(2**20))
+            async with own_end:
+                await serve_link(own_end, part, MemoryPool(2**20))
 
         nursery.start_soon(serve)
         nursery.start_soon(frames.run_sender)
-        yield frames, theirs, part
+        yield frames, peer_end, part
         nursery.cancel_scope.cancel()
 
 
@@ -250,8 +250,8 @@ class UnreadStream:
 
 
 async def test_of_reports_that_wait_the_newest_is_sent() -> None:
-    theirs, ours = trio.testing.memory_stream_pair()
-    frames = MessageStream(ours, ToNode)
+    peer_end, own_end = trio.testing.memory_stream_pair()
+    frames = MessageStream(own_end, ToNode)
     first = frames.queue_message(NumberedAnswer(1))
     frames.queue_message(NumberedAnswer(2))
     frames.withdraw_message(first)
@@ -259,7 +259,7 @@ async def test_of_reports_that_wait_the_newest_is_sent() -> None:
     numbers = []
     async with trio.open_nursery() as nursery:
         nursery.start_soon(frames.run_sender)
-        async with aclosing(MessageStream(theirs, FromNode).received_messages()) as messages:
+        async with aclosing(MessageStream(peer_end, FromNode).received_messages()) as messages:
             async for message in messages:
                 numbers.append(message.number)
                 if message.number == 3:

@@ -93,14 +93,18 @@ def test_a_header_is_read_as_it_was_packed(
 ) -> None:
     answer, header = agreed("pack_header", *fields)
     assert answer == "returned"
-    data, at = before + header + behind, len(before)
+    data, offset = before + header + behind, len(before)
     is_padded = fields[4] % 8 == 0
-    assert agreed("read_header", data, at) == ("returned", fields if is_padded else None)
+    assert agreed("read_header", data, offset) == ("returned", fields if is_padded else None)
     changed = bytearray(data)
-    changed[at + bit // 8] ^= 1 << bit % 8
-    assert agreed("read_header", bytes(changed), at) == ("returned", None)
-    for cut, offset in ((data, at + len(behind) + 1), (data[: at + 23], at), (b"", 0)):
-        assert agreed("read_header", cut, offset) == ("raised", ValueError)
+    changed[offset + bit // 8] ^= 1 << bit % 8
+    assert agreed("read_header", bytes(changed), offset) == ("returned", None)
+    for cut, cut_offset in (
+        (data, offset + len(behind) + 1),
+        (data[: offset + 23], offset),
+        (b"", 0),
+    ):
+        assert agreed("read_header", cut, cut_offset) == ("raised", ValueError)
 
 
 @pytest.mark.parametrize("place", range(6))

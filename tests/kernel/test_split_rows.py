@@ -58,8 +58,8 @@ def test_each_partition_gets_its_rows_in_their_order(
         split = [(*part[:5], None, None, None) for part in split]
     expected: dict[int, list[Mutation]] = {}
     for row in (row for rows in parts for row in rows):
-        kept = Mutation(row.op, row.key, row.value) if are_plain else row
-        expected.setdefault(partition_of(row.key, partition_count), []).append(kept)
+        stored_row = Mutation(row.op, row.key, row.value) if are_plain else row
+        expected.setdefault(partition_of(row.key, partition_count), []).append(stored_row)
     answer, chunks = agreed("split_rows", split, partition_count)
     assert answer == "returned"
     assert chunks == [

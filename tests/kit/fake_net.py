@@ -39,14 +39,14 @@ class FakeNet:
         self.dialled += 1
         if self.down:
             raise ConnectionRefusedError("the fake server is down")
-        ours, theirs = trio.testing.memory_stream_pair()
-        self.nursery.start_soon(self.server.serve, theirs)
+        own_end, peer_end = trio.testing.memory_stream_pair()
+        self.nursery.start_soon(self.server.serve, peer_end)
 
         def close() -> None:
-            ours.send_stream.close()
-            ours.receive_stream.close()
+            own_end.send_stream.close()
+            own_end.receive_stream.close()
 
-        end = CuttableStream(ours, close, *next(self.budgets, (ENDLESS, ENDLESS)))
+        end = CuttableStream(own_end, close, *next(self.budgets, (ENDLESS, ENDLESS)))
         self._ends.append(end)
         return end
 

@@ -100,16 +100,16 @@ class MemoryNetwork:
         listener = self._listeners.get(port)
         if listener is None or listener.is_closed or port in self.away:
             raise ConnectionRefusedError(f"nobody listens at {host}:{port}")
-        ours, theirs = trio.testing.memory_stream_pair()
+        own_end, peer_end = trio.testing.memory_stream_pair()
 
         def close() -> None:
-            ours.send_stream.close()
-            ours.receive_stream.close()
+            own_end.send_stream.close()
+            own_end.receive_stream.close()
 
-        end = CuttableStream(ours, close)
+        end = CuttableStream(own_end, close)
         ends = [end for end in self._ends.get(port, []) if not end.closed]
         self._ends[port] = [*ends, end]
-        listener.offer(theirs)
+        listener.offer(peer_end)
         return end
 
 

@@ -113,15 +113,17 @@ async def server_contents(client: Client, keys: Iterable[bytes]) -> dict[bytes, 
 
 
 def assert_same(
-    mine: Mapping[bytes, bytes], theirs: Mapping[bytes, bytes], partition_count: int
+    own_items: Mapping[bytes, bytes], server_items: Mapping[bytes, bytes], partition_count: int
 ) -> None:
     """Compares two contents key by key, and says which differ."""
     different = sorted(
-        key for key in mine.keys() | theirs.keys() if mine.get(key) != theirs.get(key)
+        key
+        for key in own_items.keys() | server_items.keys()
+        if own_items.get(key) != server_items.get(key)
     )
     lines = [
         f"{key!r} (partition {partition_of(key, partition_count)}):"
-        f" {mine.get(key)!r:.60} here, {theirs.get(key)!r:.60} there"
+        f" {own_items.get(key)!r:.60} here, {server_items.get(key)!r:.60} there"
         for key in different[:10]
     ]
     assert not different, f"{len(different)} keys differ: " + "; ".join(lines)

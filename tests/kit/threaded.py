@@ -84,14 +84,14 @@ class ThreadedFake:
         self.dialled += 1
         if self.down:
             raise ConnectionRefusedError("the fake server is down")
-        ours, theirs = socket.socketpair()
-        theirs.setblocking(False)
+        own_end, peer_end = socket.socketpair()
+        peer_end.setblocking(False)
         budget = next(self.budgets, ENDLESS)
-        self.thread.call(lambda: self._accept(theirs, budget))
-        return ours
+        self.thread.call(lambda: self._accept(peer_end, budget))
+        return own_end
 
-    def _accept(self, theirs: socket.socket, budget: int) -> None:
-        stream = trio.SocketStream(trio.socket.from_stdlib_socket(theirs))
+    def _accept(self, peer_end: socket.socket, budget: int) -> None:
+        stream = trio.SocketStream(trio.socket.from_stdlib_socket(peer_end))
         self.thread.nursery.start_soon(self.server.serve, ShortLived(stream, budget))
 
     def cut(self) -> None:
@@ -145,13 +145,13 @@ class ThreadedCluster:
     def dial(self, address: Address, timeout_s: float) -> socket.socket:
         if address.host in self.down or address.host not in self.cluster.nets:
             raise ConnectionRefusedError("nobody is there")
-        ours, theirs = socket.socketpair()
-        theirs.setblocking(False)
-        self.thread.call(lambda: self._accept(address.host, theirs))
-        return ours
+        own_end, peer_end = socket.socketpair()
+        peer_end.setblocking(False)
+        self.thread.call(lambda: self._accept(address.host, peer_end))
+        return own_end
 
-    def _accept(self, name: str, theirs: socket.socket) -> None:
-        stream = trio.SocketStream(trio.socket.from_stdlib_socket(theirs))
+    def _accept(self, name: str, peer_end: socket.socket) -> None:
+        stream = trio.SocketStream(trio.socket.from_stdlib_socket(peer_end))
         self.thread.nursery.start_soon(self.cluster.server(name).serve, stream)
 
     def move(self, changed: dict[int, Assignment], *, tell: str | None = None) -> None:

@@ -226,7 +226,7 @@ async def test_a_hostile_node_cannot_join_send_a_map_or_replicate(
         await give_map(a, b, Security(tls, OPERATOR))
         current = a.partition_maps.map_of("b")
         assert current is not None
-        mine = replace(current, revision=2, nodes={**current.nodes, "h": "127.0.0.1:1"})
+        foreign_map = replace(current, revision=2, nodes={**current.nodes, "h": "127.0.0.1:1"})
         for security, sentence in (
             (certificates.security_of(certificates.unknown), "does not trust the authority"),
             # There is no user `alice`.
@@ -236,7 +236,7 @@ async def test_a_hostile_node_cannot_join_send_a_map_or_replicate(
             address = bucket_of(a, security)
             hostile = NodeClient(address)
             with pytest.raises(UprError, match=sentence):
-                await hostile.set_map(1, mine)
+                await hostile.set_map(1, foreign_map)
             with pytest.raises(UprError, match=sentence):
                 await hostile.join("127.0.0.1:1")
             with pytest.raises(UprError, match=sentence):

@@ -624,27 +624,27 @@ async def test_a_node_that_took_over_comes_back_to_a_map_that_was_changed_meanwh
     async with cluster("ab", partitions=2) as group:
         await write(group, "a", 50)
         await group.quiet()
-        taken, kept = PartitionId(0), PartitionId(1)
+        taken_id, kept_id = PartitionId(0), PartitionId(1)
         handing_over = Assignment(replicas={"b": ""}, handing_over="a")
-        await group.give(group.map.with_assignments({taken: handing_over}), "a", "b")
-        partition = group.nodes["a"].held[taken]
+        await group.give(group.map.with_assignments({taken_id: handing_over}), "a", "b")
+        partition = group.nodes["a"].held[taken_id]
         end = HistoryPoint(partition.failover_log.current, partition.high_seq)
         taken_over = Assignment("b", {"a": ""}, continues_from=end)
-        await group.give(group.map.with_assignments({taken: taken_over}), "b", "a")
+        await group.give(group.map.with_assignments({taken_id: taken_over}), "b", "a")
         async with connect(group.nodes["b"].url) as client:
             for index in range(20):
                 await client.set(f"later key {index}", "value")
         await group.quiet()
-        assert group.nodes["b"].held[taken].high_seq > end.seq
+        assert group.nodes["b"].held[taken_id].high_seq > end.seq
         await group.nodes["b"].stop()
         # A command that is about another partition.
-        await group.give(group.map.with_assignments({kept: Assignment("a")}), "a")
+        await group.give(group.map.with_assignments({kept_id: Assignment("a")}), "a")
         await group.start("b")
         await eventually(
             lambda: states(group, "b") == [PartitionState.ACTIVE, PartitionState.DEAD],
             "it is what the map says",
         )
-        await group.share([group.map.partitions[taken], Assignment("a", {"b": ""})])
+        await group.share([group.map.partitions[taken_id], Assignment("a", {"b": ""})])
         async with connect(group.nodes["b"].url) as client:
             for index in range(20):
                 await client.set(f"last key {index}", "value")

@@ -145,8 +145,8 @@ async def crowd(
         nursery.start_soon(resources.step_writes.run)
         peers = []
         for _ in range(CROWD):
-            ours, theirs = trio.testing.memory_stream_pair()
-            pair = ours, NotedStream(theirs, happenings, breaks=breaks)
+            own_end, peer_end = trio.testing.memory_stream_pair()
+            pair = own_end, NotedStream(peer_end, happenings, breaks=breaks)
             peers.append(
                 await stack.enter_async_context(
                     connected(server, pair, idle_interval_s=idle_interval_s)
@@ -247,12 +247,12 @@ class StepsOnceClosed(trio.abc.Instrument):
 async def test_the_step_that_closes_a_socket_is_the_last_of_its_connection() -> None:
     """To end thousands takes steps of each, in which others wait."""
     server = make_server()
-    ours, theirs = map(trio.SocketStream, trio.socket.socketpair())
-    steps = StepsOnceClosed(theirs.socket)
+    own_end, peer_end = map(trio.SocketStream, trio.socket.socketpair())
+    steps = StepsOnceClosed(peer_end.socket)
     trio.lowlevel.add_instrument(steps)
-    async with connected(server, (ours, theirs)) as peer:
+    async with connected(server, (own_end, peer_end)) as peer:
         await peer.open()
-        await ours.aclose()
+        await own_end.aclose()
         while not steps.count:
             await trio.lowlevel.checkpoint()
     trio.lowlevel.remove_instrument(steps)

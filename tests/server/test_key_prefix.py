@@ -81,15 +81,15 @@ class World:
         await trio.lowlevel.checkpoint()
         if self._server is None or self._connections is None:
             raise ConnectionRefusedError(f"nobody listens at {address}")
-        ours, theirs = trio.testing.memory_stream_pair()
-        connection = self._server.connections.new_connection(theirs, "memory")
+        own_end, peer_end = trio.testing.memory_stream_pair()
+        connection = self._server.connections.new_connection(peer_end, "memory")
         self._connections.start_soon(connection.run)
 
         def close() -> None:
-            ours.send_stream.close()
-            ours.receive_stream.close()
+            own_end.send_stream.close()
+            own_end.receive_stream.close()
 
-        self._ends.append(CuttableStream(ours, close))
+        self._ends.append(CuttableStream(own_end, close))
         return self._ends[-1]
 
     async def live(self, *, is_last: bool) -> None:

@@ -93,15 +93,15 @@ async def end(peer: Peer, how: str) -> None:
 
 async def serve(server: Server, how: str) -> None:
     """Serves one peer until its end."""
-    ours, theirs = trio.testing.memory_stream_pair()
+    own_end, peer_end = trio.testing.memory_stream_pair()
     async with trio.open_nursery() as nursery:
-        nursery.start_soon(server.connections.serve, theirs)
-        peer = Peer(ours)
+        nursery.start_soon(server.connections.serve, peer_end)
+        peer = Peer(own_end)
         await converse(peer)
         await end(peer, how)
         await trio.testing.wait_all_tasks_blocked()
         with suppress(trio.BrokenResourceError):
-            await ours.aclose()
+            await own_end.aclose()
 
 
 @pytest.mark.parametrize(
@@ -130,10 +130,10 @@ async def test_nothing_of_a_stream_is_left_when_it_ends_before_its_connection(
         await server.catalog.create_bucket("b", PARTITIONS, server.catalog.quota_bytes_default)
         bucket = server.catalog.bucket("b")
         partition = bucket.partitions[0]
-        ours, theirs = trio.testing.memory_stream_pair()
+        own_end, peer_end = trio.testing.memory_stream_pair()
         async with trio.open_nursery() as nursery:
-            nursery.start_soon(server.connections.serve, theirs)
-            peer = Peer(ours)
+            nursery.start_soon(server.connections.serve, peer_end)
+            peer = Peer(own_end)
             await peer.open()
             await peer.mutate(sets(KEY))
             if is_on_disk:
@@ -159,7 +159,7 @@ async def test_nothing_of_a_stream_is_left_when_it_ends_before_its_connection(
                 await trio.testing.wait_all_tasks_blocked()
                 assert not alive(OF_A_STREAM)
                 assert gc.collect() == 0
-            await ours.aclose()
+            await own_end.aclose()
 
 
 @pytest.mark.parametrize("key", [KEY, key_in(1, PARTITIONS)])
@@ -170,25 +170,25 @@ async def test_nothing_of_a_bundle_is_left_once_it_is_answered(
     server = make_server()
     async with server.recovered_buckets():
         await server.catalog.create_bucket("b", PARTITIONS, server.catalog.quota_bytes_default)
-        ours, theirs = trio.testing.memory_stream_pair()
+        own_end, peer_end = trio.testing.memory_stream_pair()
         async with trio.open_nursery() as nursery:
-            nursery.start_soon(server.connections.serve, theirs)
-            peer = Peer(ours)
+            nursery.start_soon(server.connections.serve, peer_end)
+            peer = Peer(own_end)
             await peer.open()
             with no_collections():
                 request = Mutate(Bundle.of_one_run(PartitionId(0), sets(key)), opaque=peer.opaque())
                 await peer.say(request)
                 await peer.hear(MutateReply if key == KEY else Refusal)
                 assert not alive(("_BundleRequest", "MutationBatch", "CheckedChunk"))
-            await ours.aclose()
+            await own_end.aclose()
 
 
 def connected() -> tuple[trio.SocketStream, trio.SocketStream]:
     """Both ends of a TCP connection."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         ends = (socket.create_connection(listener.getsockname()), listener.accept()[0])
-    ours, theirs = (trio.SocketStream(trio.socket.from_stdlib_socket(end)) for end in ends)
-    return ours, theirs
+    own_end, peer_end = (trio.SocketStream(trio.socket.from_stdlib_socket(end)) for end in ends)
+    return own_end, peer_end
 
 
 @pytest.mark.parametrize("questions", [1, 4])
@@ -210,10 +210,10 @@ async def _reset_while_answers_wait(server: Server, questions: int) -> None:
     bucket = server.catalog.bucket("b")
     large = chunk_of_plain_sets([KEY], [bytes(8 * 1024 * 1024)])
     bucket.partitions[0].mutate(batch_of(large), now=1.0)
-    ours, theirs = connected()
+    own_end, peer_end = connected()
     async with trio.open_nursery() as nursery:
-        nursery.start_soon(server.connections.serve, theirs)
-        peer = Peer(ours)
+        nursery.start_soon(server.connections.serve, peer_end)
+        peer = Peer(own_end)
         await peer.open()
         for _ in range(questions):
             await peer.say(Get((KEY,), partition=PartitionId(0), opaque=peer.opaque()))
@@ -222,7 +222,7 @@ async def _reset_while_answers_wait(server: Server, questions: int) -> None:
         await trio.testing.wait_all_tasks_blocked()
         assert connection._unwritten
         del connection
-        await trio.aclose_forcefully(ours)
+        await trio.aclose_forcefully(own_end)
 
 
 async def test_nothing_of_a_bucket_is_left_when_it_is_deleted(

@@ -123,8 +123,8 @@ class StepCounter(trio.abc.Instrument):
 
 @asynccontextmanager
 async def over_a_socket(server: Server) -> AsyncIterator[Peer]:
-    ours, theirs = (trio.SocketStream(end) for end in trio.socket.socketpair())
-    async with connected(server, (ours, theirs)) as peer:
+    own_end, peer_end = (trio.SocketStream(end) for end in trio.socket.socketpair())
+    async with connected(server, (own_end, peer_end)) as peer:
         await peer.open()
         yield peer
 

@@ -144,10 +144,12 @@ class HostileNode:
         if current is None:
             raise BrokenError("it has no map yet")
         nodes = {**current.nodes, HOST: f"{HOST}:{PORT}"}
-        mine = tuple(
+        own_partitions = tuple(
             replace(assignment, active=HOST, replicas={}) for assignment in current.partitions
         )
-        new_map = replace(current, revision=current.revision + 1, nodes=nodes, partitions=mine)
+        new_map = replace(
+            current, revision=current.revision + 1, nodes=nodes, partitions=own_partitions
+        )
         await node.set_map(current.revision, new_map)
 
     async def _have_join(self, address: Address) -> None:

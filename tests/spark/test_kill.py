@@ -112,8 +112,10 @@ def check(batches: dict[int, list[Any]], client: BlockingClient, *, from_start: 
             reached[partition] = max(reached[partition], seq)
             assert not deleted
             contents[bytes.fromhex(key)] = bytes.fromhex(value)
-    theirs = {key.encode(): client.get(key) for key in KEYS}
-    assert not differences(contents, {key: item.value for key, item in theirs.items() if item})
+    server_items = {key.encode(): client.get(key) for key in KEYS}
+    assert not differences(
+        contents, {key: item.value for key, item in server_items.items() if item}
+    )
     for row in client.seqnos():
         assert reached[row.partition] == row.high_seq
     if from_start:

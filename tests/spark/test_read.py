@@ -289,8 +289,10 @@ def overwrite(client: BlockingClient, keys: list[str], until_compacted: int) -> 
 
 def keys_of(partition: int, partitions: int, count: int) -> list[str]:
     candidates = (f"key {index}" for index in range(10_000_000))
-    mine = (key for key in candidates if partition_of(key.encode(), partitions) == partition)
-    return [next(mine) for _ in range(count)]
+    partition_keys = (
+        key for key in candidates if partition_of(key.encode(), partitions) == partition
+    )
+    return [next(partition_keys) for _ in range(count)]
 
 
 def test_actions_on_one_frame_agree_while_keys_are_overwritten_and_compacted(

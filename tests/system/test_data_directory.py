@@ -286,8 +286,8 @@ async def test_a_directory_of_which_something_belongs_to_another_user(
     if os.geteuid():
         path.chmod(0)
     else:
-        for theirs in (path, *path.rglob("*")):
-            os.chown(theirs, NOBODY, NOBODY)
+        for server_items in (path, *path.rglob("*")):
+            os.chown(server_items, NOBODY, NOBODY)
     before = everything_in(data)
     async with namespace() as mounted:
         result = await serve_there(data, program=mounted.program)
@@ -515,8 +515,8 @@ async def test_a_full_disk_refuses_writes_and_serves_reads_until_it_has_room(
                     assert "bytes left" in (await client.stats(BUCKET))["flusher"]["full"]
                     assert await client.get(b"no") is None
                     # Reads and streams go on.
-                    theirs = await server_contents(client, written_items)
-                    assert_same(theirs, written_items, PARTITIONS)
+                    server_items = await server_contents(client, written_items)
+                    assert_same(server_items, written_items, PARTITIONS)
                     await consumer.barrier()
                     assert mirror.contents.items() >= written_items.items()
                     # A publisher waits, and goes on by itself when there is room.
@@ -548,9 +548,9 @@ async def test_a_full_disk_refuses_writes_and_serves_reads_until_it_has_room(
                     written_items |= {b"later": b"value", b"again": b"value"}
                     for key in mirror.contents.keys() - written_items.keys():
                         assert key == b"full-%d" % len(acknowledged)
-                    theirs = await server_contents(client, mirror.contents)
-                    assert_same(mirror.contents, theirs, PARTITIONS)
-                    written_items = theirs
+                    server_items = await server_contents(client, mirror.contents)
+                    assert_same(mirror.contents, server_items, PARTITIONS)
+                    written_items = server_items
                 nursery.cancel_scope.cancel()
             names = [event["event"] for event in server.events()]
             assert (names.count(FULL), names.count("disk has space again")) == (1, 1)

@@ -454,10 +454,10 @@ async def test_the_target_of_a_takeover_is_killed_in_the_middle(tmp_path: Path) 
         follower = Follower(running.url, PartitionState.ACTIVE)
         consumers.start_soon(follower.run)
         target, operator = running.nodes["c"], running.operator()
-        mine = [
+        own_partitions = [
             partition for partition in range(PARTITIONS) if NAMES[partition % len(NAMES)] == "a"
         ]
-        logs = await active_logs(running, mine)
+        logs = await active_logs(running, own_partitions)
         async with trio.open_nursery() as publishers:
             for writer, level in enumerate(LEVELS):
                 publishers.start_soon(
@@ -473,9 +473,12 @@ async def test_the_target_of_a_takeover_is_killed_in_the_middle(tmp_path: Path) 
             operator = attrs.evolve(operator, on_progress=record)
             with pytest.raises(NotDoneError, match="a is active again"):
                 await take_over(
-                    operator, to="c", partitions=mine, timeouts=TakeoverTimeouts(handover_s=1.0)
+                    operator,
+                    to="c",
+                    partitions=own_partitions,
+                    timeouts=TakeoverTimeouts(handover_s=1.0),
                 )
-            assert await active_logs(running, mine) == logs, "no history was added"
+            assert await active_logs(running, own_partitions) == logs, "no history was added"
             await fail_over(running.operator(), all_of="c")
             before = writes.acknowledgements
             await eventually(partial(writes.is_past, before + 8), "publishers go on")

@@ -530,18 +530,20 @@ class Town:
             for written_items in (memory, persisted):
                 await self._compare(client, written_items)
             assert persisted.floor == persisted.sent
-            theirs = await server_contents(client, [*memory.keys, *persisted.keys, *sums.sent])
+            server_items = await server_contents(
+                client, [*memory.keys, *persisted.keys, *sums.sent]
+            )
         assert sums.answered == sums.sent
-        assert {key: int(theirs[key]) for key in sums.sent} == sums.sent
+        assert {key: int(server_items[key]) for key in sums.sent} == sums.sent
         fresh = Mirror()
         async with consume(self._url, end="now") as consumer:
             async for event in consumer:
                 fresh.apply(event)
-        assert_same(fresh.contents, theirs, PARTITIONS)
+        assert_same(fresh.contents, server_items, PARTITIONS)
         for copy in (self.fast, self.slow):
-            assert_same(copy.mirror.contents, theirs, PARTITIONS)
+            assert_same(copy.mirror.contents, server_items, PARTITIONS)
             assert copy.mirror.items == fresh.items, "the numbers are the same, too"
-        return theirs
+        return server_items
 
 
 def free_port(draw: random.Random) -> int:

@@ -543,7 +543,7 @@ async def test_killed_and_started_again_it_has_consumers_begin_anew(settings: Pa
                 assert sorted(rolled_back) == [(partition, 0) for partition in range(PARTITIONS)]
                 assert_same(mirror.contents, new_items, PARTITIONS)
                 async with connect(second.url(BUCKET)) as client:
-                    theirs = await server_contents(client, {*lost_items, *new_items})
-                assert_same(mirror.contents, theirs, PARTITIONS)
+                    server_items = await server_contents(client, {*lost_items, *new_items})
+                assert_same(mirror.contents, server_items, PARTITIONS)
                 assert consumer.statistics().connections == 2
                 nursery.cancel_scope.cancel()

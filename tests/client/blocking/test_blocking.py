@@ -178,20 +178,20 @@ def test_a_bucket_that_is_not_there(fake: ThreadedFake) -> None:
 
 
 def test_a_peer_that_speaks_another_protocol_is_rejected() -> None:
-    ours, theirs = socket.socketpair()
-    with theirs:
-        theirs.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n")
-        kv = BlockingClient(URL, dial=lambda *_: ours)
+    own_end, peer_end = socket.socketpair()
+    with peer_end:
+        peer_end.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n")
+        kv = BlockingClient(URL, dial=lambda *_: own_end)
         with pytest.raises(RemoteProtocolError, match="not a UPR frame"):
             kv.get("k")
-    assert ours.fileno() == -1
+    assert own_end.fileno() == -1
 
 
 def test_a_peer_that_says_nothing() -> None:
-    ours, theirs = socket.socketpair()
-    with theirs, pytest.raises(BrokenError, match="did not answer in time"):
-        BlockingClient(URL, dial=lambda *_: ours, connect_timeout_s=0.01).get("k")
-    assert ours.fileno() == -1
+    own_end, peer_end = socket.socketpair()
+    with peer_end, pytest.raises(BrokenError, match="did not answer in time"):
+        BlockingClient(URL, dial=lambda *_: own_end, connect_timeout_s=0.01).get("k")
+    assert own_end.fileno() == -1
 
 
 def test_a_request_without_an_answer_times_out(fake: ThreadedFake) -> None:

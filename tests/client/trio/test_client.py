@@ -200,9 +200,9 @@ async def test_connecting_to_a_silent_server_times_out(
     net: FakeNet, server: FakeServer, autojump_clock: MockClock
 ) -> None:
     async def dial(address: object) -> trio.abc.Stream:
-        ours, _theirs = trio.testing.memory_stream_pair()
+        own_end, _peer_end = trio.testing.memory_stream_pair()
         await trio.lowlevel.checkpoint()
-        return ours
+        return own_end
 
     with pytest.raises(BrokenError, match="did not answer in time"):
         async with connect(URL, dial=dial, connect_timeout_s=3):
@@ -214,9 +214,9 @@ async def test_a_peer_that_speaks_another_protocol_is_rejected(
     net: FakeNet, autojump_clock: MockClock
 ) -> None:
     async def dial(address: object) -> trio.abc.Stream:
-        ours, theirs = trio.testing.memory_stream_pair()
-        await theirs.send_all(b"HTTP/1.1 400 Bad Request\r\n\r\n")
-        return ours
+        own_end, peer_end = trio.testing.memory_stream_pair()
+        await peer_end.send_all(b"HTTP/1.1 400 Bad Request\r\n\r\n")
+        return own_end
 
     with pytest.raises(UprError, match="not a UPR frame"):
         async with connect(URL, dial=dial):
@@ -354,7 +354,7 @@ async def test_credit_that_is_used_up_by_other_changes_is_waited_for_no_longer(
             nursery.start_soon(change, client, "d", 20, PERSISTED)
             await trio.sleep(35)
             server.grant(1 << 20)
-    assert {key: (round(at), outcome) for key, (at, outcome) in ended.items()} == {
+    assert {key: (round(ended_at), outcome) for key, (ended_at, outcome) in ended.items()} == {
         "a": (0, "set"),
         "b": (30, "TEMPORARY_FAILURE"),
         "c": (35, "set"),

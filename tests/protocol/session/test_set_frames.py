@@ -146,9 +146,9 @@ def many_at_a_time(session: ServerSession, answers: list[bool], log: Seen) -> No
             chunk = Chunk(sets.chunk)
             assert first.frame_count == count
             for row, run in enumerate(decode_runs(first.directory)):
-                seq, at = len(log) + row, 16 * row if len(first.writers) > 16 else 0
+                seq, writer_start = len(log) + row, 16 * row if len(first.writers) > 16 else 0
                 message = single(run.partition, opaques[row], run.counter, chunk.mutation(row))
-                writer = first.writers[at : at + 16]
+                writer = first.writers[writer_start : writer_start + 16]
                 messages.append(Mutate(message.bundle, writer, opaque=opaques[row]))
                 lines += LINE.pack(run.partition, 0, HISTORY, seq, seq, seq)
             session.answer_sets(sets, lines)
