@@ -10,7 +10,7 @@ from typing import Final
 import structlog
 import trio
 
-from upr_protocol.client import Address, NodeClient
+from upr_protocol.client import Address, NodeClient, NodeStatus
 from upr_protocol.errors import CredentialsError, ServerError, Status, UprError
 from upr_protocol.partition_map import PartitionMap
 from upr_server.replication.node_connections import ASK_TIMEOUT_S, NodeConnections
@@ -123,8 +123,9 @@ class MapExchange:
         node's."""
         if host_port in self._silent_nodes:
             return None
+        status: NodeStatus | None = None
         try:
-            with trio.move_on_after(ASK_TIMEOUT_S) as scope:
+            with trio.move_on_after(ASK_TIMEOUT_S):
                 status = await connections.status(self._address(host_port, bucket))
                 own_map = self._partition_maps.map_of(bucket)
                 if status.node != name:
@@ -146,7 +147,7 @@ class MapExchange:
                         "ran at the same time, or a node was restored from a backup; repeat the "
                         "command that counts, and ask the node that has its map"
                     )
-            if scope.cancelled_caught:
+            if status is None:
                 self._silent_nodes.add(host_port)
         except UprError as error:
             if isinstance(error, CredentialsError) or (
