@@ -306,6 +306,23 @@ async def test_a_rollback_that_waits_for_room_lets_compaction_make_it(
         await eventually(lambda: other_partition.high_seq == 1, "the disk has the other change")
 
 
+async def test_a_rollback_goes_back_in_what_a_commit_before_it_has_left(
+    autojump_clock: MockClock,
+) -> None:
+    """It waits for a commit, which finds no room and drops what was received."""
+    async with replica() as follower, trio.open_nursery() as nursery:
+        await follower.receive(b"1", b"2")
+        await follower.persist()
+        replicators = follower.server.partition_maps._buckets[BUCKET].replicators
+        (replicator,) = replicators._replicators.values()
+        async with replicator._commit_lock:
+            nursery.start_soon(replicator._roll_back, PARTITION, SeqNo(1), "a new history")
+            await trio.testing.wait_all_tasks_blocked()
+            replicator._drop_received()
+        await eventually(lambda: follower.partition.high_seq == 1, "it has rolled back")
+        assert replicator._received_snapshots[PARTITION].received_seq == 1
+
+
 async def test_a_full_disk_drops_a_chunk_that_waits_for_its_snapshots_end(
     autojump_clock: MockClock,
 ) -> None:

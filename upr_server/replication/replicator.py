@@ -408,8 +408,8 @@ class Replicator:
         Raises:
             ServerError: The bucket was deleted.
         """
-        disk, snapshots = self._disk, self._received_snapshots[partition_id]
-        bucket, partition = disk.bucket, self._partition(partition_id)
+        disk, partition = self._disk, self._partition(partition_id)
+        bucket = disk.bucket
         with trio.CancelScope(shield=True):
             # In this order: a commit may wait for room, which compaction has to make.
             async with (
@@ -417,6 +417,8 @@ class Replicator:
                 disk.maintenance.paused(),
                 streams_ended(self._server, bucket, [partition], Status.ROLLBACK_NEEDED),
             ):
+                # Only now: the commit that it waited for may have dropped what was received.
+                snapshots = self._received_snapshots[partition_id]
                 seq_before = snapshots.received_seq
                 snapshot_end = await disk.store.ask(
                     FindSnapshotEnd(bucket.name, partition_id, ceiling, partition.eviction.indexed)
