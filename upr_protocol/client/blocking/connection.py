@@ -42,6 +42,9 @@ BLOCKING_IDLE_INTERVAL_S: Final = 300
 """A program that blocks says nothing while it is busy with something else: the server takes it for
 dead only after twice this."""
 
+_READ_BYTES_AT_ONCE: Final = 512 * 1024
+"""How much is read before what has come is handed out."""
+
 _CLOSE_TIMEOUT_S: Final = 2.0
 """How long a peer that does not read may delay closing."""
 
@@ -194,23 +197,32 @@ class BlockingConnection:
         return polled_at >= deadline
 
     def _read(self) -> None:
-        try:
-            count = self._read_available()
-        except BlockingIOError:
-            return
-        if not count:
-            self._fail(BrokenError("the server closed the connection"))
-        for message in self.session.messages():
-            if isinstance(message, Error):
-                self._fail(ServerError(status_of(message.status), message.sentence))
-            elif self.handshake.is_done:
-                self._inbox.append(message)
-            else:
-                try:
-                    self.handshake.receive(message)
-                except ServerError as error:
-                    self._fail(error)
+        """Reads what has come; of a body that is under way also what comes meanwhile."""
+        bytes_left = _READ_BYTES_AT_ONCE
+        while bytes_left > 0:
+            try:
+                count = self._read_available()
+            except BlockingIOError:
+                break
+            if not count:
+                self._fail(BrokenError("the server closed the connection"))
+            for message in self.session.messages():
+                self._received(message)
+            if self._tls is not None or not self.session.unfinished_body_bytes:
+                break
+            bytes_left -= count
         self._write()
+
+    def _received(self, message: Message) -> None:
+        if isinstance(message, Error):
+            self._fail(ServerError(status_of(message.status), message.sentence))
+        elif self.handshake.is_done:
+            self._inbox.append(message)
+        else:
+            try:
+                self.handshake.receive(message)
+            except ServerError as error:
+                self._fail(error)
 
     def _read_available(self) -> int:
         if self._tls is not None:
