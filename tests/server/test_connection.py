@@ -6,7 +6,7 @@ import json
 from collections.abc import AsyncIterator, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from itertools import count
-from typing import Final, TypeVar
+from typing import Final, TypeVar, cast
 
 import pytest
 import trio
@@ -83,13 +83,17 @@ from upr_protocol.wire import (
 )
 from upr_server.app import Server
 from upr_server.config import ServerConfig
+from upr_server.engine import WriterToken
+from upr_server.engine.publisher_answers import BATCHES_MAX
+from upr_server.net.connection import AcceptedConnection
 from upr_server.net.credit import CREDIT_BYTES_MIN
 from upr_server.net.frame_budget import BUDGET_BYTES, FRAME_TIMEOUT_S, UnfinishedFrame
 from upr_server.net.handlers.streams import SLICE_PARTITIONS
 from upr_server.net.server import CONNECTIONS_TOLD_MAX
-from upr_server.net.streamer import STEP_STREAMS
+from upr_server.net.streamer import ANSWER_OVERHEAD_BYTES, STEP_STREAMS
 from upr_server.runtime import System
 from upr_server.storage.api import Store
+from upr_server.storage.online.flusher import STEP_ANSWERS
 from upr_server.storage.simulated import SimulatedStore
 
 M = TypeVar("M", bound=Message)
@@ -528,6 +532,63 @@ async def test_a_replica_gets_a_small_snapshot_whole_behind_its_answers() -> Non
         assert [(counter, seq) for _, counter, seq, _ in answers.rows][-1] == (2, 2)
         assert isinstance(snapshot, PartitionSnapshot)
         assert (snapshot.chunk.start, snapshot.chunk.end) == (1, 2)
+
+
+class LargestSending(trio.abc.Instrument):
+    """Notes how many bytes one step of any task has given to a connection's socket at most."""
+
+    def __init__(self, connection: AcceptedConnection) -> None:
+        self.nbytes = 0
+        self._connection = connection
+        self._bytes_out = self._count()
+
+    def _count(self) -> int:
+        return cast("int", self._connection.statistics()["bytes_out"])
+
+    def after_task_step(self, task: trio.lowlevel.Task) -> None:
+        bytes_before, self._bytes_out = self._bytes_out, self._count()
+        self.nbytes = max(self.nbytes, self._bytes_out - bytes_before)
+
+
+@pytest.mark.parametrize("is_whole", [False, True])
+async def test_many_answers_to_publishers_are_sent_in_steps(is_whole: bool) -> None:
+    """A replica that begins gets up to 65,536 of a partition: before the end of its first snapshot,
+    or before a snapshot that is sent whole."""
+    server, step_count = make_server(node="a"), 4
+    async with connected(server, identity="replica:r") as peer:
+        nodes = {"a": "127.0.0.1:1", "r": "127.0.0.1:2"}
+        assignments = (Assignment("a", {"r": ""}),)
+        partition_map = PartitionMap(bucket="b", revision=1, nodes=nodes, partitions=assignments)
+        await server.partition_maps.set_map(0, partition_map.encode())
+        await peer.open()
+        partition = server.catalog.bucket("b").partitions[P0]
+
+        async def hear_snapshot() -> list[Message]:
+            received: list[Message] = []
+            while not received or not isinstance(received[-1], PartitionEnd | PartitionSnapshot):
+                received.append(await peer.hear(Message))
+            return received
+
+        assert (await peer.ask(with_answers=True)).status == Status.OK
+        await peer.say(Go())
+        if is_whole:
+            await peer.mutate(sets(b"first"))
+            await hear_snapshot()
+        for number in range(step_count * STEP_ANSWERS):
+            token = WriterToken((number // BATCHES_MAX + 1).to_bytes(16), number)
+            partition.repeated_batches.answers.remember(token, b"answer", partition.high_seq)
+        (connection,) = server.connections.connections
+        largest_sending = LargestSending(connection)
+        trio.lowlevel.add_instrument(largest_sending)
+        bundle = Bundle.of_one_run(P0, sets(b"last"))
+        await peer.say(Mutate(bundle, opaque=peer.opaque()))
+        received = await hear_snapshot()
+        trio.lowlevel.remove_instrument(largest_sending)
+        answers = [message for message in received if isinstance(message, PartitionAnswers)]
+        assert [len(message.rows) for message in answers] == [STEP_ANSWERS] * step_count
+        assert isinstance(received[-1], PartitionSnapshot if is_whole else PartitionEnd)
+        answer_bytes = ANSWER_OVERHEAD_BYTES + len(b"answer")
+        assert largest_sending.nbytes < 2 * STEP_ANSWERS * answer_bytes
 
 
 async def test_a_stream_with_an_end_ends_at_that_snapshot() -> None:
