@@ -38,7 +38,7 @@ from upr_server.indexer.definitions import NoIndexError
 from upr_server.indexer.designs import Designs
 from upr_server.indexer.directory import remove_other_slices
 from upr_server.indexer.freshness import WriteLostError
-from upr_server.indexer.indexer import Indexer
+from upr_server.indexer.indexer import STATISTICS_S, Indexer
 from upr_server.indexer.moments import MomentGoneError
 from upr_server.indexer.pool import OverloadedError
 from upr_server.indexer.pure.definition import IndexDefinition
@@ -414,7 +414,29 @@ async def test_figures_of_an_indexer_whose_slice_has_no_memory(
     indexer: Indexer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(indexer.slices[0], "statistics", overloaded)
-    assert (await indexer.statistics())["connected"] is False
+    figures = await indexer.statistics()
+    assert figures["connected"] is False
+    assert figures["slices"][0] == {"slice": 0, "connected": False, "failure": "no memory; try again in a second"}
+
+
+async def test_figures_of_an_indexer_whose_slices_do_not_answer(
+    autojump_clock: trio.testing.MockClock,
+    indexer: Indexer,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """They are asked together, and the others' figures come all the same."""
+    for part in indexer.slices[:2]:
+        monkeypatch.setattr(part, "statistics", trio.sleep_forever)
+    began = trio.current_time()
+    figures = await indexer.statistics()
+    assert trio.current_time() - began == STATISTICS_S
+    assert figures["connected"] is False
+    *silent_slices, answering_slice = figures["slices"]
+    assert [part["failure"] for part in silent_slices] == [
+        f"slice {index} of 3 did not answer within 2 s" for index in range(2)
+    ]
+    assert answering_slice["connected"] is True
+    assert figures["moments"] == answering_slice["moments"]
 
 
 async def test_an_index_that_gets_another_definition_during_a_scan_is_being_built(

@@ -30,6 +30,9 @@ from upr_server.indexer.slices import SliceHolder, SliceId
 STOP_S: Final = 10.0
 """How long a stop applies what was read. The rest is read again at the next start."""
 
+STATISTICS_S: Final = 2.0
+"""How long a slice may take to answer with its figures. A worker that hangs is noticed only after
+ten seconds."""
 
 SWITCH_INTERVAL_S: Final = 0.0005
 """How long a thread keeps the interpreter while another wants it. LMDB gives it up at every put,
@@ -149,23 +152,40 @@ class Indexer:
                 nursery.start_soon(holder.stop)
 
     async def statistics(self) -> dict[str, Any]:
-        """Figures of the indexer, for `GET /v1/status`: sums over the slices, and each of them."""
-        slices: list[dict[str, Any]] = []
+        """Figures of the indexer, for `GET /v1/status`: sums over the slices, and each of them. A
+        slice that does not answer within `STATISTICS_S` has a `failure` instead of figures."""
+        figures = dict[int, dict[str, Any]]()
+
+        async def ask(holder: SliceHolder) -> None:
+            figures[holder.slice_id.index] = await _figures_of(holder)
+
+        async with trio.open_nursery() as nursery:
+            for holder in self.holders:
+                nursery.start_soon(ask, holder)
+        slices = [{"slice": index, **figures[index]} for index in sorted(figures)]
         totals = Counter[str](self.pool.figures())
-        for holder in self.holders:
-            figures: dict[str, Any] = {}
-            try:
-                figures = await holder.statistics()
-            except UprError:
-                # It is missing, or none of its copies has memory to answer.
-                figures["connected"] = False
-            slices.append({"slice": holder.slice_id.index, **figures})
-            totals.update({name: figures[name] for name in figures.keys() - {"connected", "node"}})
+        for slice_figures in figures.values():
+            names = slice_figures.keys() - {"connected", "node", "failure"}
+            totals.update({name: slice_figures[name] for name in names})
         return {
-            "connected": all(figures["connected"] for figures in slices),
+            "connected": all(slice_figures["connected"] for slice_figures in slices),
             **totals,
             "slices": slices,
         }
+
+
+async def _figures_of(holder: SliceHolder) -> dict[str, Any]:
+    """The figures of a slice; `failure` says why there are none."""
+    try:
+        with trio.move_on_after(STATISTICS_S):
+            return await holder.statistics()
+    except UprError as error:
+        # It is missing, or none of its copies has memory to answer.
+        return {"connected": False, "failure": str(error)}
+    return {
+        "connected": False,
+        "failure": f"{holder.title} did not answer within {STATISTICS_S:.0f} s",
+    }
 
 
 def _holder(
