@@ -6,12 +6,14 @@ import pytest
 
 from upr_protocol.errors import ServerError, Status
 from upr_protocol.ids import HistoryId, PartitionId, PartitionState, SeqNo
+from upr_protocol.limits import FAILOVER_ENTRIES_MAX
 from upr_protocol.partition_map import Assignment, HistoryPoint, PartitionMap
 from upr_server.engine import Partition
 from upr_server.replication.roles import (
     ReplicationSource,
     check_hand_over,
     failover_log_in,
+    has_taken_over,
     is_still_suspect,
     sources_in,
     state_in,
@@ -39,6 +41,7 @@ def log_after(
     assignment: Assignment,
     *,
     was_active: bool = False,
+    has_taken_over: bool = False,
     is_confirming: bool = False,
     is_clean: bool,
 ) -> list[tuple[int, int]]:
@@ -47,6 +50,7 @@ def log_after(
         PartitionState.ACTIVE,
         assignment,
         was_active=was_active,
+        has_taken_over=has_taken_over,
         is_confirming=is_confirming,
         is_clean=is_clean,
         new_history_id=lambda: NEW_HISTORY,
@@ -140,6 +144,33 @@ def test_a_restarted_active_goes_on_from_beyond_the_end_at_which_it_once_took_ov
         elsewhere = Assignment("a", continues_from=other_end)
         with pytest.raises(ServerError, match="use `upr failover`"):
             log_after(replica_at(25), elsewhere, was_active=True, is_clean=True)
+
+
+def test_a_restarted_active_goes_on_though_its_log_no_longer_names_the_takeover() -> None:
+    """It has begun more histories since than a log has room for."""
+    taken_over = Assignment("a", {"b": ""}, continues_from=HistoryPoint(HistoryId(7), SeqNo(20)))
+    partition = replica_at(25)
+    failover_log = partition.failover_log
+    for history_id in range(100, 100 + FAILOVER_ENTRIES_MAX):
+        failover_log = failover_log.with_branch(HistoryId(history_id), SeqNo(25))
+    partition.change_state(PartitionState.REPLICA, failover_log)
+    pairs = log_after(partition, taken_over, was_active=True, has_taken_over=True, is_clean=True)
+    assert pairs[0] == (99, 25)
+    with pytest.raises(ServerError, match="use `upr failover`"):
+        log_after(partition, taken_over, was_active=True, is_clean=True)
+    # What it had at the point is missing.
+    too_low = replica_at(19)
+    with pytest.raises(ServerError, match="use `upr failover`"):
+        log_after(too_low, taken_over, was_active=True, has_taken_over=True, is_clean=True)
+
+
+def test_a_node_has_taken_over_if_its_map_named_the_same_takeover() -> None:
+    point, other_point = (HistoryPoint(HistoryId(history), SeqNo(20)) for history in (7, 8))
+    taken_over = Assignment("a", {"b": ""}, continues_from=point)
+    assert has_taken_over(taken_over, Assignment("a", continues_from=point), "a")
+    assert not has_taken_over(taken_over, taken_over, "b")
+    assert not has_taken_over(taken_over, Assignment("a", continues_from=other_point), "a")
+    assert not has_taken_over(Assignment("b", {"a": ""}, continues_from=point), taken_over, "a")
 
 
 @pytest.mark.parametrize(("is_clean", "pairs"), [(True, [(7, 0)]), (False, [(99, 20), (7, 0)])])

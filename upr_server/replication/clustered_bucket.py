@@ -165,11 +165,13 @@ class ClusteredBucket:
         is_confirming = not self.is_confirmed and new_map.revision == self.map.revision
         changes: list[RoleChange] = []
         for count, (partition, state) in enumerate(states.items(), 1):
+            before, after = self.map.partitions[partition.id], new_map.partitions[partition.id]
             failover_log = roles.failover_log_in(
                 partition,
                 state,
-                new_map.partitions[partition.id],
-                was_active=roles.was_last_active(self.map.partitions[partition.id], self._node),
+                after,
+                was_active=roles.was_last_active(before, self._node),
+                has_taken_over=roles.has_taken_over(before, after, self._node),
                 is_confirming=is_confirming,
                 is_clean=self.is_clean,
                 new_history_id=self._system.new_id,

@@ -94,6 +94,11 @@ def was_last_active(assignment: Assignment, node: str) -> bool:
     )
 
 
+def has_taken_over(before: Assignment, after: Assignment, node: str) -> bool:
+    """Whether `node` was active by its map, `before`, since the takeover that `after` names."""
+    return before.active == node and before.continues_from == after.continues_from
+
+
 def suspects_in(new_map: PartitionMap, node: str) -> dict[PartitionId, int]:
     """The partitions that are suspect when `node` gets `new_map` and has lost what it had."""
     return {
@@ -129,6 +134,7 @@ def failover_log_in(
     assignment: Assignment,
     *,
     was_active: bool,
+    has_taken_over: bool,
     is_confirming: bool,
     is_clean: bool,
     new_history_id: Callable[[], HistoryId],
@@ -140,6 +146,7 @@ def failover_log_in(
         state: What it becomes.
         assignment: What the map says of it.
         was_active: Whether this node was the last active by the map that it has.
+        has_taken_over: Whether it was active by that map since the takeover that this map names.
         is_confirming: Whether the map only confirms what this node was before it was restarted.
         is_clean: Whether it was stopped cleanly then.
         new_history_id: Draws a fresh one.
@@ -159,14 +166,17 @@ def failover_log_in(
     if is_confirming:
         has_everything = is_clean
     elif assignment.continues_from is not None:
-        has_everything = _stands_at(partition, assignment.continues_from)
+        end = assignment.continues_from
+        has_everything = _stands_at(partition, end)
         # A map keeps the point of an earlier takeover while commands change other partitions. A
         # node that was active since has gone past it, and may have been restarted. What it has
-        # above the point only itself can have given.
-        if not has_everything and not (
-            was_active and _has_all_up_to(partition, assignment.continues_from)
-        ):
-            raise _end_is_missing(partition, assignment.continues_from)
+        # above the point only itself can have given. Its log need not name the point's history any
+        # more, if its map says that it took over there.
+        has_gone_past = partition.high_seq >= end.seq and (
+            has_taken_over or (was_active and _knows(partition, end))
+        )
+        if not has_everything and not has_gone_past:
+            raise _end_is_missing(partition, end)
     else:
         has_everything = False
     # A new copy has no history that it could continue.
@@ -179,14 +189,10 @@ def _stands_at(partition: Partition, point: HistoryPoint) -> bool:
     return (partition.failover_log.current, partition.high_seq) == (point.history_id, point.seq)
 
 
-def _has_all_up_to(partition: Partition, point: HistoryPoint) -> bool:
+def _knows(partition: Partition, point: HistoryPoint) -> bool:
     failover_log = partition.failover_log
     knows_history = any(entry.history_id == point.history_id for entry in failover_log)
-    return (
-        knows_history
-        and failover_log.contains(point.history_id, point.seq)
-        and partition.high_seq >= point.seq
-    )
+    return knows_history and failover_log.contains(point.history_id, point.seq)
 
 
 def _end_is_missing(partition: Partition, end: HistoryPoint) -> ServerError:
