@@ -41,6 +41,7 @@ from upr_server.config import ServerConfig
 from upr_server.engine import MutateResult, Partition, WriterToken, batch_of
 from upr_server.engine.mutate_result import pack_result
 from upr_server.engine.publisher_answers import BATCHES_MAX
+from upr_server.replication.received_snapshots import ReceivedSnapshots
 from upr_server.replication.replicator import (
     COLLECTED_PARTITIONS,
     RECONNECT_S,
@@ -318,7 +319,7 @@ async def test_a_rollback_goes_back_in_what_a_commit_before_it_has_left(
         async with replicator._commit_lock:
             nursery.start_soon(replicator._roll_back, PARTITION, SeqNo(1), "a new history")
             await trio.testing.wait_all_tasks_blocked()
-            replicator._drop_received()
+            await replicator._drop_received()
         await eventually(lambda: follower.partition.high_seq == 1, "it has rolled back")
         assert replicator._received_snapshots[PARTITION].received_seq == 1
 
@@ -391,6 +392,63 @@ async def test_a_commit_of_many_partitions_is_collected_in_steps(
         )
         trio.lowlevel.remove_instrument(steps)
         assert steps.count > count // COLLECTED_PARTITIONS
+
+
+async def test_what_a_full_disk_drops_is_dropped_in_steps(autojump_clock: MockClock) -> None:
+    count = 32 * COLLECTED_PARTITIONS
+    async with replica(count) as follower:
+        await follower.assign(*[Assignment("a", {"b": ""})] * count)
+        await trio.sleep(1)  # the logs are on disk
+        follower.store.is_full = True
+        for partition in range(count):
+            follower.source.put(key_in(partition, count), b"value")
+        await trio.sleep(1)
+        steps = WritingSteps()
+        trio.lowlevel.add_instrument(steps)
+        with pytest.raises(DiskFullError):
+            await follower.assign(*[Assignment("c", {"b": ""})] * count)
+        trio.lowlevel.remove_instrument(steps)
+        assert steps.count > count // COLLECTED_PARTITIONS
+
+
+class CountingSnapshots(dict[PartitionId, ReceivedSnapshots]):
+    """Counts how often what was received of a partition is looked at."""
+
+    looks = 0
+
+    def __getitem__(self, partition_id: PartitionId) -> ReceivedSnapshots:
+        self.looks += 1
+        return super().__getitem__(partition_id)
+
+
+async def test_a_chunk_costs_the_same_however_many_partitions_wait_for_the_disk(
+    autojump_clock: MockClock,
+) -> None:
+    """Each chunk waits until there is room for it."""
+    count = 32
+    async with replica(count) as follower:
+        await follower.assign(*[Assignment("a", {"b": ""})] * count)
+        await trio.sleep(1)  # the logs are on disk
+        follower.store.commit_s = 600.0
+        keys = [key_in(partition, count) for partition in range(count)]
+        follower.source.put(keys[0], b"value")
+        await trio.sleep(1)
+        replicators = follower.server.partition_maps._buckets[BUCKET].replicators
+        (replicator,) = replicators._replicators.values()
+        snapshots = replicator._received_snapshots = CountingSnapshots(
+            replicator._received_snapshots
+        )
+        looks: list[int] = []
+        for key in keys[1:]:
+            follower.source.put(key, b"value")
+            await trio.sleep(1)
+            looks.append(snapshots.looks)
+        assert looks[-1] - looks[-2] == looks[0]
+        waiting_bytes = sum(part.nbytes for part in snapshots.values())
+        assert replicator.statistics()["waiting_bytes"] == waiting_bytes > 0
+        follower.store.commit_s = 0.0
+        await trio.sleep(600)
+        assert replicator.statistics()["waiting_bytes"] == 0
 
 
 class LargestStep(trio.abc.Instrument):

@@ -43,8 +43,8 @@ BUFFER_BYTES: Final = 32 * 1024 * 1024
 """How much may wait for the disk: four commits."""
 
 COLLECTED_PARTITIONS: Final = 8
-"""Partitions whose changes one step takes for a commit, each perhaps with hundreds of answers to
-publishers."""
+"""Partitions whose changes one step takes for a commit, or drops, each perhaps with hundreds of
+answers to publishers."""
 
 RECEIVED_COMMIT_BYTES: Final = 8 * 1024 * 1024
 """A commit takes no further partition once it has come to this; see the flusher's."""
@@ -99,8 +99,11 @@ class Replicator:
         self._consumers: dict[PartitionId, ReplicaConsumer] = {}
         self._scope = trio.CancelScope()
         self._ended = trio.Event()
-        # Partitions that have something to be written, in the order in which it came.
-        self._dirty: dict[PartitionId, None] = {}
+        # Partitions that have something to be written, in the order in which it came, each with the
+        # bytes of its chunks. Of a partition that is not here, a last chunk may wait for the end of
+        # its snapshot: nobody may wait until that is written.
+        self._dirty: dict[PartitionId, int] = {}
+        self._dirty_bytes = 0
         self._became_dirty = Notifier()
         self._written = Notifier()
         # Held by a commit, and by a rollback, which must not see half of one.
@@ -144,6 +147,7 @@ class Replicator:
         """Ends it at once: the bucket was deleted."""
         self._is_deleted = True
         self._dirty.clear()
+        self._dirty_bytes = 0
         self._scope.cancel()
 
     def prepare_to_stop(self) -> None:
@@ -237,15 +241,16 @@ class Replicator:
         consumer.report(partition_id, snapshots.log.current, snapshots.high, persisted)
 
     def _mark_dirty(self, partition_id: PartitionId) -> None:
-        self._dirty[partition_id] = None
+        nbytes = self._received_snapshots[partition_id].nbytes
+        self._dirty_bytes += nbytes - self._dirty.get(partition_id, 0)
+        self._dirty[partition_id] = nbytes
         self._became_dirty.notify()
 
-    async def _wait_for_room(self) -> None:
-        await self._written.wait_until(lambda: self._unwritten_bytes <= BUFFER_BYTES)
+    def _unmark_dirty(self, partition_id: PartitionId) -> None:
+        self._dirty_bytes -= self._dirty.pop(partition_id, 0)
 
-    @property
-    def _unwritten_bytes(self) -> int:
-        return sum(self._received_snapshots[partition].nbytes for partition in self._dirty)
+    async def _wait_for_room(self) -> None:
+        await self._written.wait_until(lambda: self._dirty_bytes <= BUFFER_BYTES)
 
     # Where the streams start.
 
@@ -289,11 +294,11 @@ class Replicator:
             # `stop` waits for the commit: otherwise its data would be received again.
             with trio.CancelScope(shield=True):
                 writes = await self._collect()
-                if not writes:
-                    return
-                await self._write_to_disk(writes)
+                if writes:
+                    await self._write_to_disk(writes)
         self._written.notify()
-        self._disk.note_committed()
+        if writes:
+            self._disk.note_committed()
 
     async def _collect(self) -> list[PartitionWrite]:
         """Takes what is to be written next, in steps. If this were cancelled, that would be lost.
@@ -304,7 +309,7 @@ class Replicator:
             snapshots = self._received_snapshots[partition_id]
             total += snapshots.nbytes
             # Taken out before it is written: what is received meanwhile marks it again.
-            self._dirty.pop(partition_id, None)
+            self._unmark_dirty(partition_id)
             if snapshots.has_unwritten:
                 writes.append(await self._partition_write(partition_id, snapshots))
             if total > RECEIVED_COMMIT_BYTES:
@@ -343,7 +348,7 @@ class Replicator:
                 self.trouble = str(error)
             if self._is_stopping:
                 self._drop_reason = self.trouble
-                self._drop_received()
+                await self._drop_received()
                 return
             await trio.sleep(REPLICATION_RETRY_S)
 
@@ -353,13 +358,17 @@ class Replicator:
             self._commits += 1
             await self._move_partitions(writes)
 
-    def _drop_received(self) -> None:
-        """Forgets what was received and is not on disk. O(partitions + answers)."""
-        for partition_id, record in self._on_disk.items():
+    async def _drop_received(self) -> None:
+        """Forgets what was received and is not on disk, in steps. O(partitions + answers)."""
+        for count, (partition_id, record) in enumerate(list(self._on_disk.items()), 1):
+            # In one step: what a stream that begins anew brings meanwhile is to be written.
             self._received_snapshots[partition_id] = ReceivedSnapshots.from_record(record)
+            self._unmark_dirty(partition_id)
             # Should this node become active, a batch that is dropped here must count as new.
             self._partition(partition_id).repeated_batches.answers.truncate(record.high)
-        self._dirty.clear()
+            if count % COLLECTED_PARTITIONS == 0:
+                await trio.lowlevel.checkpoint()
+        await trio.lowlevel.checkpoint()
 
     async def _move_partitions(self, writes: list[PartitionWrite]) -> None:
         """Moves the partitions in memory to where the disk stands now, in steps."""
@@ -437,6 +446,8 @@ class Replicator:
                 disk.leases.mark_broken(broken_leases)
                 partition.truncate(seq)
                 snapshots.truncate(seq)
+                self._unmark_dirty(partition_id)
+                self._written.notify()
                 self._on_disk[partition_id] = record
                 partition.change_state(partition.state, failover_log)
         log.warning(
@@ -456,7 +467,7 @@ class Replicator:
             "source": self._source_name,
             "partitions": len(self.source.partitions),
             "commits": self._commits,
-            "waiting_bytes": self._unwritten_bytes,
+            "waiting_bytes": self._dirty_bytes,
             "trouble": self.trouble,
         }
 
