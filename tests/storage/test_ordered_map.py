@@ -6,6 +6,7 @@ import os
 import resource
 import subprocess
 import sys
+import tracemalloc
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -233,6 +234,23 @@ def test_a_read_transaction_keeps_seeing_one_state(lmdb_environment: LmdbOrdered
             put(lmdb_environment, [(b"a", b"later"), (b"b %d" % index, bytes(9_000))])
         assert seen_by(transaction) == {b"a": b"1"}
     assert get(lmdb_environment, b"a") == b"later"
+
+
+@pytest.mark.parametrize("is_summed", [True, False])
+def test_a_large_value_is_deleted_without_being_copied(tmp_path: Path, is_summed: bool) -> None:
+    value = bytes(256 * 1024)
+    lmdb_ordered_map = LmdbOrderedMap(tmp_path, bytes_max=MAP_BYTES, is_summed=is_summed)
+    put(lmdb_ordered_map, [(b"large", value)])
+    tracemalloc.start()
+    try:
+        with lmdb_ordered_map.write() as transaction:
+            transaction.delete(b"large")
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < len(value)
+    assert contents(lmdb_ordered_map) == {}
+    lmdb_ordered_map.close()
 
 
 def test_committed_data_survives_a_reopening(tmp_path: Path) -> None:

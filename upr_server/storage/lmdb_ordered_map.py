@@ -451,9 +451,12 @@ class _WriteTransaction(_ReadTransaction):
 
     def delete(self, key: bytes) -> None:
         self.is_changed = True
-        old_value = self._cursor.pop(key)
-        if self._is_summed and old_value is not None:
-            self.sum_change -= self._mark_in_sum(key, old_value)
+        if not self._cursor.set_key(key):
+            return
+        if self._is_summed:
+            # Where it lies in the file: `pop` would copy it, and read all of a large value.
+            self.sum_change -= self._mark_in_sum(key, self._cursor.value())
+        self._cursor.delete()
 
 
 def _is_full(error: Exception) -> bool:
