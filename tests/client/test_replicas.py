@@ -19,6 +19,7 @@ from upr_protocol.client.operator import (
 from upr_protocol.errors import BrokenError, ServerError
 from upr_protocol.ids import Durability, PartitionId, PartitionState
 from upr_protocol.partition_map import Assignment
+from upr_protocol.transport import dial_tcp
 
 
 def place(group: ServerGroup, name: str) -> str:
@@ -40,6 +41,33 @@ async def test_a_survey_asks_other_nodes_if_the_first_has_lost_its_disk() -> Non
         await group.start_apart("c")
         operator = Operator(Address.parse(f"upr://{place(group, 'c')},{place(group, 'a')}/b"))
         assert (await operator.survey()).map == group.map("a")
+
+
+async def test_a_survey_tells_partitions_as_they_are_under_its_map() -> None:
+    """A command that runs at the same time changes the map when a node has been asked already."""
+    async with running_servers("ab") as group:
+        base = group.map("a")
+
+        async def dial(address: Address) -> trio.abc.Stream:
+            if address.port == group.proxies["a"].port and group.map("a") == base:
+                # b is asked first.
+                for name in "ab":
+                    await group.set_map(name, base.revision + 1, {0: Assignment("a")}, base)
+            return await dial_tcp(address)
+
+        survey = await group.operator("b", dial=dial).survey()
+        assert survey.map == group.map("a") == group.map("b") != base
+        for name in "ab":
+            assert survey.nodes[name].map == survey.map
+            states = [survey.nodes[name].state_of(PartitionId(p)) for p in range(PARTITIONS)]
+            assert states == group.states(name)
+        # A node that still has the older map is shown with it.
+        await group.set_map("a", base.revision + 2, {1: Assignment("a")}, group.map("a"))
+        survey = await group.operator("b").survey()
+        assert [survey.nodes[name].revision for name in "ab"] == [
+            base.revision + 2,
+            base.revision + 1,
+        ]
 
 
 async def test_a_survey_reports_different_maps_of_one_revision() -> None:

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
-from typing import Any, Final
+from types import SimpleNamespace
+from typing import Any, Final, cast
 
 import pytest
 import trio
 from trio.testing import MockClock
 
+from upr_protocol.client import Address, NodeClient
 from upr_protocol.failover import FailoverLog
 from upr_protocol.ids import HistoryId, PartitionId, PartitionState, SeqNo
 from upr_protocol.partition_map import Assignment, PartitionMap
-from upr_server.app import running_server
+from upr_protocol.transport import dial_tcp
+from upr_protocol.wire import Message, Open, Opened
+from upr_server.app import Server, running_server
 from upr_server.config import ServerConfig
-from upr_server.engine import Partition
+from upr_server.engine import Bucket, Partition
+from upr_server.net.handlers.streams import FIRST_PARTITIONS, open_bucket
+from upr_server.net.request_context import RequestContext
 from upr_server.replication import roles
 from upr_server.replication.roles import STEP_PARTITIONS
 from upr_server.storage.simulated import SimulatedStore
@@ -49,3 +55,91 @@ async def test_a_log_that_becomes_another_while_a_map_is_prepared_is_not_taken_b
             await server.partition_maps.set_map(1, second.encode())
         assert partitions[LAST].state is PartitionState.DEAD
         assert of_first_step.failover_log == new_log
+
+
+async def test_a_node_tells_no_states_of_an_older_map_under_a_newer_one(
+    monkeypatch: pytest.MonkeyPatch, autojump_clock: MockClock
+) -> None:
+    """It has the new map, and its partitions have yet to follow."""
+    config = ServerConfig(listen="127.0.0.1:0", node="a")
+    async with running_server(config, SimulatedStore()) as server, trio.open_nursery() as nursery:
+        nodes = {"a": f"127.0.0.1:{server.port}", "b": "127.0.0.1:1"}
+        first = PartitionMap(bucket="b", revision=1, nodes=nodes, partitions=(Assignment("a"),))
+        await server.partition_maps.set_map(0, first.encode())
+        clustered_bucket = server.partition_maps._buckets["b"]
+        change, is_changing, may_change = clustered_bucket._change, trio.Event(), trio.Event()
+
+        async def change_later(changes: list[roles.RoleChange]) -> None:
+            is_changing.set()
+            await may_change.wait()
+            await change(changes)
+
+        monkeypatch.setattr(clustered_bucket, "_change", change_later)
+        second = first.with_assignments({PartitionId(0): Assignment("b")})
+        nursery.start_soon(server.partition_maps.set_map, 1, second.encode())
+        await is_changing.wait()
+        assert server.partition_maps.map_of("b") == second
+        asked_count = 0
+
+        async def dial(address: Address) -> trio.abc.Stream:
+            nonlocal asked_count
+            asked_count += 1
+            if asked_count == 3:
+                may_change.set()
+            return await dial_tcp(address)
+
+        client = NodeClient(Address.parse(server.url("b")), dial=dial)
+        try:
+            status = await client.status_with_partitions()
+        finally:
+            may_change.set()
+        assert asked_count >= 3
+        assert status.map == second
+        assert status.partitions[0].state is PartitionState.DEAD
+
+
+class OpeningClient:
+    """A client that opens a bucket, as the handler sees it.
+
+    Attributes:
+        bucket: The bucket.
+        sent: What it was sent.
+        partition_maps: The server's maps.
+    """
+
+    def __init__(self, server: Server) -> None:
+        self.bucket = server.catalog.bucket("b")
+        self.sent: list[Message] = []
+        self.partition_maps = server.partition_maps
+        self.catalog = server.catalog
+        self.credit = self.access = SimpleNamespace(
+            open_bucket=lambda *_arguments: None, user_name=""
+        )
+
+    def open_bucket(self, bucket: Bucket) -> None:
+        assert bucket is self.bucket
+
+    def send(self, message: Message) -> None:
+        self.sent.append(message)
+
+
+async def test_a_node_that_takes_a_map_while_it_tells_of_partitions_tells_the_revision_before(
+    autojump_clock: MockClock,
+) -> None:
+    """It tells of many partitions in steps."""
+    async with running_server(
+        ServerConfig(listen="127.0.0.1:0", node="a"), SimulatedStore()
+    ) as server:
+        nodes = {"a": f"127.0.0.1:{server.port}"}
+        assignments = (Assignment("a"),) * (FIRST_PARTITIONS + 1)
+        first = PartitionMap(bucket="b", revision=1, nodes=nodes, partitions=assignments)
+        await server.partition_maps.set_map(0, first.encode())
+        client = OpeningClient(server)
+        steps = open_bucket(cast("RequestContext", client), Open("b", opaque=1))
+        assert steps is not None
+        second = first.with_assignments({PartitionId(0): Assignment()})
+        await server.partition_maps.set_map(1, second.encode())
+        assert list(steps) == []
+        *_, opened = client.sent
+        assert isinstance(opened, Opened)
+        assert opened.map_revision == 1

@@ -269,7 +269,10 @@ class Opened(Message, frozen=True):
     states = allowed_in(SessionState.OPENING, leads_to=SessionState.OPEN)
     layout = cs.Struct(
         "partition_count" / cs.Int16ul * "how many partitions the bucket has",
-        "map_revision" / cs.Int64ul * "the revision of the partition map; 0: the node has none",
+        "map_revision"
+        / cs.Int64ul
+        * "the revision of the partition map that all partitions followed when the first was told; "
+        "0: the node has none",
     )
 
     partition_count: int

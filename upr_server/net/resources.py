@@ -51,6 +51,9 @@ class PartitionMapProvider(Protocol):
     def revision(self, bucket: str) -> int:
         """The map's revision; 0 for none."""
 
+    def settled_revision(self, bucket: str) -> int:
+        """The revision of the map that all partitions of the bucket follow; 0 for none."""
+
     def replicas(self, bucket: str, partition: PartitionId) -> list[str]:
         """The nodes that replicate a partition from this one."""
 

@@ -53,6 +53,8 @@ class ClusteredBucket:
     Attributes:
         disk: The bucket.
         map: The map that was applied last.
+        settled_revision: The revision of the map that all partitions follow. While `map` is being
+            applied, that of the map before.
         is_confirmed: Whether another node has said since the start that there is no newer one.
         is_clean: Whether this node was stopped cleanly before it was started.
         suspects: Partitions of which this node may lack what it gave to others; see `roles`.
@@ -78,6 +80,7 @@ class ClusteredBucket:
         self._system = system
         self.disk = disk
         self.map = partition_map
+        self.settled_revision = partition_map.revision
         self.is_confirmed = is_confirmed
         self.is_clean = is_clean
         self.suspects = suspects
@@ -133,6 +136,7 @@ class ClusteredBucket:
             if roles.is_still_suspect(new_map.partitions[partition], self._node, since)
         }
         await self._change(changes)
+        self.settled_revision = new_map.revision
         await self.follow_map()
         counts = {state.name.lower(): 0 for state in PartitionState}
         for state in states.values():

@@ -84,6 +84,12 @@ class PartitionMaps:
         clustered_bucket = self._buckets.get(bucket)
         return 0 if clustered_bucket is None else clustered_bucket.map.revision
 
+    def settled_revision(self, bucket: str) -> int:
+        """The revision of the map that all partitions of the bucket follow; 0 for none. While
+        another map is being applied, it is lower than `revision`."""
+        clustered_bucket = self._buckets.get(bucket)
+        return 0 if clustered_bucket is None else clustered_bucket.settled_revision
+
     def replicas(self, bucket: str, partition: PartitionId) -> list[str]:
         """The nodes that replicate a partition from this one."""
         clustered_bucket = self._buckets.get(bucket)

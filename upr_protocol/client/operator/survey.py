@@ -238,6 +238,7 @@ class Operator:
         """
         entry = await self.entry_report()
         reports = {entry.name: entry}
+        reported_again: set[str] = set()
         of_node = self.address.of_node
         addresses = {name: of_node(where) for name, where in (more_addresses or {}).items()}
         while True:
@@ -248,6 +249,17 @@ class Operator:
                 for name, where in partition_map.nodes.items():
                     addresses[name] = of_node(where)
             unasked = {name: addresses[name] for name in addresses if name not in reports}
+            if not unasked and partition_map is not None:
+                # A command may have given them the newest map since they were asked. What they said
+                # of their partitions was true under the map before.
+                outdated = [
+                    name
+                    for name in partition_map.nodes
+                    if 0 < reports[name].revision < partition_map.revision
+                    and name not in reported_again
+                ]
+                unasked = {name: addresses[name] for name in outdated}
+                reported_again.update(outdated)
             if not unasked:
                 break
             reports.update(await self.node_reports(unasked))

@@ -102,7 +102,7 @@ class NodeClient:
                         infos = partition_infos(connection.handshake.logs.values())
                         return attrs.evolve(status, partitions=tuple(infos))
                 # The node took another map between the handshake, which has the partitions, and its
-                # answer; the partitions may differ under the new map.
+                # answer, or is applying one; the partitions may differ under the new map.
         raise self._timeout()
 
     async def set_map(self, expected_revision: int, partition_map: PartitionMap) -> None:

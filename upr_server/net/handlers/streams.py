@@ -39,6 +39,9 @@ def open_bucket(context: RequestContext, request: Open) -> Iterator[None] | None
 
 def _tell_partitions(context: RequestContext, request: Open, bucket: Bucket) -> Iterator[None]:
     numbers = request.partitions or range(len(bucket.partitions))
+    # That of the map which the partitions follow now. A client that is told of a newer map then
+    # sees that some may be described as they were under an older one.
+    map_revision = context.partition_maps.settled_revision(bucket.name)
     for index, partition_number in enumerate(numbers):
         if index % SLICE_PARTITIONS == FIRST_PARTITIONS:
             yield
@@ -80,7 +83,7 @@ def _tell_partitions(context: RequestContext, request: Open, bucket: Bucket) -> 
                 opaque=request.opaque,
             )
         )
-    context.send(Opened(len(bucket.partitions), context.map_revision, opaque=request.opaque))
+    context.send(Opened(len(bucket.partitions), map_revision, opaque=request.opaque))
     context.credit.open_bucket(bucket, context.access.user_name)
 
 
