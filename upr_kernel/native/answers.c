@@ -335,29 +335,31 @@ bisect_order(const Answers *self, uint64_t high)
 
 /* Remembering and forgetting. */
 
-/* Forgets an answer that was taken out of its writer's ring: the ring's place goes with it. False
-   without memory. */
+/* Forgets an answer, which the caller then takes out of its writer's ring: the ring's place goes
+   with it. False without memory; then nothing has changed. */
 static bool
 forget(Answers *self, Writer *writer, Answer *answer, uint64_t high)
 {
+    /* If it came and goes at one high number, the disk need not know of it. */
+    bool is_brief = answer->is_unsaved && answer->high == high;
+    Answer *change = NULL;
+    if (self->tracks_unsaved && !is_brief) {
+        change = answer_new(answer->writer, answer->counter, high);
+        if (change == NULL)
+            return false;
+    }
     writer->nbytes -= answer->nbytes;
     self->answer_count--;
     answer->is_forgotten = true;
-    bool is_gone = false;
-    if (!self->tracks_unsaved) {
+    bool is_gone = true;
+    if (change == NULL) {
         self->nbytes -= answer->nbytes;
-        is_gone = true;
-    }
-    else if (answer->is_unsaved && answer->high == high) {
-        /* It came and went at one high number: the disk need not know of it. */
-        self->nbytes -= answer->nbytes + self->unsaved_bytes;
-        remove_unsaved(self, answer);
-        is_gone = true;
+        if (self->tracks_unsaved) {
+            self->nbytes -= self->unsaved_bytes;
+            remove_unsaved(self, answer);
+        }
     }
     else {
-        Answer *change = answer_new(answer->writer, answer->counter, high);
-        if (change == NULL)
-            return false;
         self->nbytes += self->unsaved_bytes;
         /* A commit up to a lower number may still have to write the answer: then it stays. */
         is_gone = !answer->is_unsaved;
@@ -374,10 +376,11 @@ forget(Answers *self, Writer *writer, Answer *answer, uint64_t high)
 static bool
 forget_oldest(Answers *self, Writer *writer, uint64_t high)
 {
-    Answer *answer = *ring_at(writer, 0);
+    if (!forget(self, writer, *ring_at(writer, 0), high))
+        return false;
     writer->first++;
     writer->count--;
-    return forget(self, writer, answer, high);
+    return true;
 }
 
 static bool
@@ -390,6 +393,30 @@ forget_writer(Answers *self, Writer *writer, uint64_t high)
     return true;
 }
 
+/* Both forget what is over a limit. Without memory to note that for the disk, it stays until the
+   next answer comes: the new answer is of a batch that was applied, and must be remembered. */
+
+static void
+forget_surplus_writers(Answers *self, uint64_t high)
+{
+    while (self->writer_count > self->writers_max)
+        if (!forget_writer(self, self->oldest, high)) {
+            PyErr_Clear();
+            return;
+        }
+}
+
+static void
+forget_surplus_answers(Answers *self, Writer *writer, uint64_t high)
+{
+    while (writer->count > self->batches_max ||
+           (writer->nbytes > self->bytes_max && writer->count > 1))
+        if (!forget_oldest(self, writer, high)) {
+            PyErr_Clear();
+            return;
+        }
+}
+
 /* Keeps an answer, whose bytes are given away. The new answer; NULL with an exception set. */
 static Answer *
 keep(Answers *self, const uint8_t *id, uint64_t counter, PyObject *bytes, uint64_t high,
@@ -399,9 +426,8 @@ keep(Answers *self, const uint8_t *id, uint64_t counter, PyObject *bytes, uint64
     Writer *writer = find_writer(self, id);
     if (writer == NULL) {
         writer = add_writer(self, id);
-        if (writer != NULL && self->writer_count > self->writers_max &&
-            !forget_writer(self, self->oldest, high))
-            writer = NULL;
+        if (writer != NULL)
+            forget_surplus_writers(self, high);
     }
     else if (writer != self->newest) {
         unlink_writer(self, writer);
@@ -428,10 +454,7 @@ keep(Answers *self, const uint8_t *id, uint64_t counter, PyObject *bytes, uint64
         add_unsaved(self, answer);
         self->nbytes += self->unsaved_bytes;
     }
-    while (writer->count > self->batches_max ||
-           (writer->nbytes > self->bytes_max && writer->count > 1))
-        if (!forget_oldest(self, writer, high))
-            return NULL;
+    forget_surplus_answers(self, writer, high);
     tidy_order(self);
     return answer;
 }
@@ -526,9 +549,9 @@ replace_newest(Answers *self, PyObject *const *args, Py_ssize_t count)
     Answer *replaced = newest_of(writer);
     uint64_t counter = replaced->counter;
     uint64_t applied_high = replaced->has_applied_high ? replaced->applied_high : replaced->high;
-    writer->count--;
     if (!forget(self, writer, replaced, high))
         return NULL;
+    writer->count--;
     Py_INCREF(args[1]);
     Answer *answer = keep(self, id, counter, args[1], high, attempt);
     if (answer == NULL)
