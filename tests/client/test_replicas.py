@@ -2,24 +2,33 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import trio
+from trio.testing import MockClock
 
 from tests.client.test_takeover import ACTIVE, REPLICA, highs
+from tests.kit.memory_network import HOST, MemoryNetwork, node
 from tests.kit.server_group import PARTITIONS, ServerGroup, running_servers
 from upr_protocol.client import Address, NodeClient, connect
 from upr_protocol.client.operator import (
     NotDoneError,
     Operator,
     PartlyDoneError,
+    ReplicaLag,
     add_replicas,
     fail_over,
     remove_replicas,
+    wait_caught_up,
 )
+from upr_protocol.client.operator.survey import MAP_APPLY_TIMEOUT_S
 from upr_protocol.errors import BrokenError, ServerError
 from upr_protocol.ids import Durability, PartitionId, PartitionState
 from upr_protocol.partition_map import Assignment
 from upr_protocol.transport import dial_tcp
+from upr_server.storage.calls import Commit, StoreCall
+from upr_server.storage.simulated import SimulatedStore
 
 
 def place(group: ServerGroup, name: str) -> str:
@@ -158,6 +167,45 @@ async def test_a_replica_on_a_node_that_is_gone_can_be_removed() -> None:
         ]
         await group.start("b")
         await group.until(lambda: group.states("b") == [PartitionState.DEAD] * PARTITIONS)
+
+
+@pytest.mark.parametrize(
+    ("commit_s", "sentence"),
+    [
+        (0.8 * MAP_APPLY_TIMEOUT_S, "c: revision {}"),
+        (
+            2.0 * MAP_APPLY_TIMEOUT_S,
+            (
+                "c: not yet at revision {}; may be about to apply it, else will ask for it (node c "
+                "has not applied the map: upr://127.0.0.1:72/b did not answer in time)"
+            ),
+        ),
+    ],
+)
+async def test_a_replica_on_a_node_with_a_slow_disk_is_removed(
+    monkeypatch: pytest.MonkeyPatch, autojump_clock: MockClock, commit_s: float, sentence: str
+) -> None:
+    """It first saves what it has received."""
+    MemoryNetwork(monkeypatch)
+    is_slow = False
+
+    def delay(call: StoreCall[Any]) -> float:
+        return commit_s if is_slow and isinstance(call, Commit) else 0.0
+
+    slow_store = SimulatedStore(delay=delay)
+    async with node("a", "b", port=71), node("c", port=72, store=slow_store) as slow_server:
+        address, progress = Address(HOST, 71, "b"), list[str]()
+        operator = Operator(address, on_progress=progress.append)
+        added = await add_replicas(operator, "c", f"{HOST}:72")
+        await wait_caught_up(operator, "c", added, ReplicaLag())
+        is_slow = True
+        async with connect(address, by_map=False) as client:
+            await client.set("k", "v")
+        await trio.sleep(0.1)
+        assert await remove_replicas(operator, "c") == added
+        assert progress[-1] == sentence.format((await operator.survey()).map.revision)
+        await trio.sleep(10 * commit_s)
+        assert slow_server.partition_maps.map_of("b") == (await operator.survey()).map
 
 
 async def test_impossible_changes_of_replicas_are_refused() -> None:

@@ -77,18 +77,21 @@ class MapPublisher:
             else:
                 self._revisions[node] = partition_map.revision
                 return
-            if await self._has_applied(node, partition_map):
+            has_applied = await self._has_applied(node, partition_map)
+            if has_applied:
                 return
             if trio.current_time() + _RETRY_S >= deadline:
-                raise UnreachableError(f"node {node} does not answer: {failure}") from failure
+                trouble = "does not answer" if has_applied is None else "has not applied the map"
+                raise UnreachableError(f"node {node} {trouble}: {failure}") from failure
             await trio.sleep(_RETRY_S)
 
-    async def _has_applied(self, node: str, partition_map: PartitionMap) -> bool:
-        """Whether a node has this map. Records the revision that it has."""
+    async def _has_applied(self, node: str, partition_map: PartitionMap) -> bool | None:
+        """Whether a node has this map; None if it does not answer. Records the revision that it
+        has."""
         try:
             status = await self._operator.node_status(self._addresses[node])
         except (BrokenError, ServerError):
-            return False
+            return None
         revision = 0 if status.map is None else status.map.revision
         if status.map != partition_map and revision >= partition_map.revision:
             raise OvertakenError(
@@ -129,10 +132,14 @@ class MapPublisher:
                 f"{', '.join(unreachable)}: unreachable; will ask for the map when back"
             )
         reachable = [node for node in known_nodes if node not in unreachable]
-        failures = await self.publish_to(reachable, partition_map, self._operator.ask_timeout_s)
+        # A node that stops following another one first saves what it has received.
+        failures = await self.publish_to(reachable, partition_map)
         for node, error in failures.items():
+            future = "will ask for it"
+            if isinstance(error, UnreachableError):
+                future = f"may be about to apply it, else {future}"
             self._operator.on_progress(
-                f"{node}: not yet at revision {partition_map.revision}; will ask for it ({error})"
+                f"{node}: not yet at revision {partition_map.revision}; {future} ({error})"
             )
         updated_nodes = [node for node in reachable if node not in failures]
         if updated_nodes:
