@@ -10,12 +10,10 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-import click
 import pytest
 
 from tests.cli.conftest import Run
 from tests.cli.processes import Server, start_server
-from upr_protocol.cli.parameters import parse_partition_numbers
 
 
 def test_partitions_of_one_node_as_json(bucket: str, run: Run) -> None:
@@ -43,19 +41,6 @@ def test_partitions_with_the_same_holders_are_one_line(bucket: str, run: Run) ->
     assert head.split() == ["partitions", "node", "state", "high_seq", "persisted_seq", "lag"]
     numbers, _, state, *sums = line.split()
     assert (numbers, state, sums) == ("0-7", "active", ["1", "1", "0"])
-
-
-@pytest.mark.parametrize(
-    ("text", "numbers"), [("5", (5,)), ("0-3", (0, 1, 2, 3)), ("1,3-4", (1, 3, 4))]
-)
-def test_partition_numbers_and_ranges_are_parsed(text: str, numbers: tuple[int, ...]) -> None:
-    assert parse_partition_numbers(text) == numbers
-
-
-@pytest.mark.parametrize("text", ["", "x", "3-1", "-1", "1024", "1,,2"])
-def test_text_that_names_no_partition_is_refused(text: str) -> None:
-    with pytest.raises(click.BadParameter):
-        parse_partition_numbers(text)
 
 
 @pytest.fixture

@@ -424,8 +424,11 @@ def test_a_read_begins_and_ends_at_times(spark: SparkSession, new_bucket: NewBuc
     [
         ({"maxOffsetPerTrigger": 5}, "there is no option maxoffsetpertrigger; perhaps"),
         ({"stability": "sometimes"}, "the option stability is 'sometimes', and not one of"),
-        ({"partitions": "3-1"}, "write it like 0-3,7"),
-        ({"partitions": "x"}, "write it like 0-3,7"),
+        (
+            {"partitions": "3-1"},
+            "the option partitions: '3-1' is not a partition, or a rising range",
+        ),
+        ({"partitions": ""}, "the option partitions: '' is not a partition; write them like 0-3,7"),
         ({"key": ""}, "the option key has 0 bytes in UTF-8; write 1 to 250"),
         ({"key": "ä" * 126}, "the option key has 252 bytes in UTF-8"),
         ({"keyPrefix": "x" * 251}, "the option keyPrefix has 251 bytes in UTF-8"),

@@ -15,7 +15,7 @@ from upr_protocol.cli.parameters import (
     TargetCommand,
     bucket_argument,
     number_type,
-    parse_partition_numbers,
+    partition_numbers,
 )
 from upr_protocol.client import Address
 from upr_protocol.client.operator import (
@@ -33,17 +33,17 @@ from upr_protocol.limits import NODES_MAX
 
 _partitions_option = click.option(
     "--partitions",
-    type=parse_partition_numbers,
+    type=partition_numbers,
     default=(),
     metavar="NUMBERS",
-    help="Only these partitions, as in 0-15 or 1,3. [default: all]",
+    help="Only these partitions, as in 0-3,7. [default: all]",
 )
 
 
 def _partitions_arguments(command: Any) -> Any:
     """Declares the arguments PARTITION… and the option `--all-of`."""
     argument = click.argument(
-        "partitions", metavar="[PARTITION]...", nargs=-1, type=parse_partition_numbers
+        "partitions", metavar="[PARTITION]...", nargs=-1, type=partition_numbers
     )
     option = click.option(
         "--all-of", metavar="NODE", default="", help="All partitions for which NODE is active."

@@ -14,7 +14,7 @@ import click
 from upr_protocol.cli.security_options import SecurityCommand, security_of
 from upr_protocol.client import Address, AddressError
 from upr_protocol.ids import DURABILITIES, REPLICATED_DURABILITIES, Durability
-from upr_protocol.limits import PARTITIONS_MAX
+from upr_protocol.partition_numbers import parse_partition_numbers
 from upr_protocol.timestamps import parse_timestamp
 
 # The URL.
@@ -126,25 +126,14 @@ def parse_past_time(text: str) -> datetime:
 # Partitions.
 
 
-def parse_partition_numbers(text: str | tuple[int, ...]) -> tuple[int, ...]:
-    """The type of `3`, `0-15`, or several of them with commas."""
+def partition_numbers(text: str | tuple[int, ...]) -> tuple[int, ...]:
+    """The type of partitions in a text like `0-3,7`."""
     if isinstance(text, tuple):  # a default
         return text
-    numbers: list[int] = []
-    for part in text.split(","):
-        low, dash, high = part.strip().partition("-")
-        try:
-            lowest, highest = int(low), int(high if dash else low)
-        except ValueError:
-            raise click.BadParameter(
-                f"{part!r} is not a partition; write them as in 5, 0-15 or 1,3"
-            ) from None
-        if not 0 <= lowest <= highest < PARTITIONS_MAX:
-            raise click.BadParameter(
-                f"{part!r} is not a rising range within 0 to {PARTITIONS_MAX - 1}"
-            )
-        numbers += range(lowest, highest + 1)
-    return tuple(numbers)
+    try:
+        return parse_partition_numbers(text)
+    except ValueError as error:
+        raise click.BadParameter(str(error)) from error
 
 
 # Options that several commands have.

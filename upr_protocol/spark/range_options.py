@@ -3,29 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from contextlib import suppress
 from datetime import UTC, datetime, timedelta
 
 import msgspec
 
 from upr_protocol.ids import PARTITIONS_END, SEQ_MAX
+from upr_protocol.partition_numbers import parse_partition_numbers
 from upr_protocol.spark.errors import OptionError
 from upr_protocol.spark.options import SourceOptions
 from upr_protocol.timestamps import parse_timestamp
 
 
-def partitions_of(text: str) -> tuple[int, ...]:
-    """The partitions in a text like `0-3,7`."""
-    partitions: set[int] = set()
-    for part in filter(None, text.replace(" ", "").split(",")):
-        low, _, high = part.partition("-")
-        with suppress(ValueError):
-            lowest, highest = int(low), int(high or low)
-            if 0 <= lowest <= highest < PARTITIONS_END:
-                partitions.update(range(lowest, highest + 1))
-                continue
-        raise OptionError(f"the option partitions is {text!r}; write it like 0-3,7")
-    return tuple(sorted(partitions))
+def partitions_option(options: SourceOptions) -> tuple[int, ...]:
+    """The partitions to read; none for all."""
+    text = options.text("partitions", None)
+    if text is None:
+        return ()
+    try:
+        return parse_partition_numbers(text)
+    except ValueError as error:
+        raise OptionError(f"the option partitions: {error}") from error
 
 
 def time_option(options: SourceOptions, name: str, other_name: str) -> datetime | None:

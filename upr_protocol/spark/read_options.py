@@ -19,7 +19,7 @@ from upr_protocol.spark.batch_delay import BatchDelay
 from upr_protocol.spark.errors import OptionError
 from upr_protocol.spark.index_query import IndexQuery, index_query
 from upr_protocol.spark.options import SourceOptions
-from upr_protocol.spark.range_options import offsets_option, partitions_of, time_option
+from upr_protocol.spark.range_options import offsets_option, partitions_option, time_option
 
 LEASE_S_DEFAULT: Final = 3600
 """How long a range stays pinned though nobody renews it: longer than most batches take."""
@@ -124,7 +124,7 @@ class ReadOptions:
         buckets, bucket_pattern = _buckets(options)
         are_several = bool(buckets or bucket_pattern)
         address = options.address(has_bucket=not are_several)
-        partitions = partitions_of(options.text("partitions", ""))
+        partitions = partitions_option(options)
         key = _key_bytes(options, "key", low=1)
         key_prefix = _key_bytes(options, "keyPrefix", low=0) or b""
         if key is not None and (partitions or key_prefix):
