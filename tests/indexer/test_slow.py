@@ -26,7 +26,7 @@ from upr_server.indexer.index_batch import BATCH_OVERHEAD_BYTES, IndexBatch
 from upr_server.indexer.index_file import EntrySource, IndexFile
 from upr_server.indexer.mark import NO_MARK
 from upr_server.indexer.pipeline import (
-    AHEAD_BYTES,
+    AHEAD_ROUNDS,
     GATHER_S,
     Pipeline,
     PipelineMember,
@@ -349,7 +349,7 @@ async def test_a_round_begins_with_the_index_that_a_scan_waits_for(
 async def test_an_index_that_a_scan_waits_for_takes_its_rounds_first(
     rounds_needed: int, autojump_clock: trio.testing.MockClock
 ) -> None:
-    """It goes ahead of the others by `AHEAD_BYTES`, and they take all rounds in the end."""
+    """It goes ahead of the others by `AHEAD_ROUNDS`, and they take all rounds in the end."""
     pool = MemoryPool(64 * ROUND_BYTES)
 
     async def work(function: Callable[[], T]) -> T:
@@ -362,7 +362,6 @@ async def test_an_index_that_a_scan_waits_for_takes_its_rounds_first(
     for _ in range(rounds_needed):
         pipeline.put(_batch(pool, 0, ROUND_BYTES))
     put_count = pipeline.put_count
-    rounds_ahead = AHEAD_BYTES // ROUND_BYTES
     async with trio.open_nursery() as nursery:
         nursery.start_soon(pipeline.run)
         # What comes meanwhile is not needed.
@@ -371,7 +370,7 @@ async def test_an_index_that_a_scan_waits_for_takes_its_rounds_first(
         assert pipeline.round_count(own_file) == 0
         await pipeline.wait_until_applied(put_count, own_file)
         assert (own.commits, pipeline.round_count(own_file)) == (rounds_needed, rounds_needed)
-        rounds_of_all = max(0, rounds_needed - rounds_ahead)
+        rounds_of_all = max(0, rounds_needed - AHEAD_ROUNDS)
         assert pipeline.rounds == rounds_of_all
         assert [file.commits for file in others] == [max(1, rounds_of_all), rounds_of_all]
         assert not pipeline.has_applied(put_count)
@@ -381,33 +380,31 @@ async def test_an_index_that_a_scan_waits_for_takes_its_rounds_first(
         nursery.cancel_scope.cancel()
 
 
+@pytest.mark.parametrize("batch_bytes", [ROUND_BYTES, 1000])
 async def test_scans_that_follow_each_other_do_not_hold_up_other_indexes(
-    autojump_clock: trio.testing.MockClock,
+    batch_bytes: int, autojump_clock: trio.testing.MockClock
 ) -> None:
-    """Though their index always lacks something, the others are never further behind it."""
+    """Though their index always lacks something, the others are never further behind it: also where
+    rounds are small."""
     pool = MemoryPool(64 * ROUND_BYTES)
 
     async def work(function: Callable[[], T]) -> T:
+        # What the next scan waits for comes while something is applied.
+        pipeline.put(_batch(pool, 0, batch_bytes))
+        nursery.start_soon(pipeline.wait_until_applied, pipeline.put_count, own_file)
         await trio.sleep(1)
-        assert own.commits - other.commits <= AHEAD_BYTES // ROUND_BYTES
-        pipeline.put(_batch(pool, 0, ROUND_BYTES))
+        assert own.commits - other.commits <= AHEAD_ROUNDS
         return function()
 
     other, own = CountingFile(), CountingFile()
     own_file = cast("IndexFile", own)
     pipeline = Pipeline(pool, work, [_member(other), _member(own)])
-
-    async def keep_scanning() -> None:
-        while True:
-            await pipeline.wait_until_applied(pipeline.put_count, own_file)
-
-    pipeline.put(_batch(pool, 0, ROUND_BYTES))
+    pipeline.put(_batch(pool, 0, batch_bytes))
     async with trio.open_nursery() as nursery:
         nursery.start_soon(pipeline.run)
-        nursery.start_soon(keep_scanning)
         await trio.sleep(60)
         assert own.commits > 15
-        assert other.commits >= own.commits - AHEAD_BYTES // ROUND_BYTES
+        assert other.commits >= own.commits - AHEAD_ROUNDS
         nursery.cancel_scope.cancel()
 
 

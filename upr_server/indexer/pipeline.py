@@ -37,9 +37,10 @@ T = TypeVar("T")
 GATHER_S: Final = 0.05
 """The longest time that batches wait for a round to be worth its commits."""
 
-AHEAD_BYTES: Final = 3 * ROUND_BYTES
+AHEAD_ROUNDS: Final = 3
 """How far an index that a scan waits for may be ahead of the others. They wait for so much more,
-and the batches stay in memory until all have them."""
+and the batches stay in memory until all have them. Not a number of bytes: where each round is
+small, thousands of them would come to 12 MiB, and the others would wait for seconds."""
 
 
 class BlockingRunner(Protocol):
@@ -229,7 +230,7 @@ class Pipeline:
 
     async def wait_until_applied(self, put_count: int, file: IndexFile) -> None:
         """Waits until an index has the first `put_count` batches that were put. Meanwhile it comes
-        before the others, by `AHEAD_BYTES` at most."""
+        before the others, by `AHEAD_ROUNDS` at most."""
         target = put_count, file
         self._targets.append(target)
         try:
@@ -284,8 +285,9 @@ class Pipeline:
         return (
             file is not None
             and self._rounds_of(file) == len(self._rounds)
+            and len(self._rounds) < AHEAD_ROUNDS
             and self._queues.waiting_count > 0
-            and self._queues.round_bytes < min(AHEAD_BYTES, self._pool.nbytes // 4)
+            and self._queues.round_bytes < self._pool.nbytes // 4
         )
 
     async def _begin_round(self) -> None:
