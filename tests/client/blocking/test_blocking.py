@@ -50,7 +50,7 @@ from upr_protocol.errors import (
 )
 from upr_protocol.ids import Durability, Operation, PartitionId, SeqNo
 from upr_protocol.limits import WINDOW_BYTES_MIN
-from upr_protocol.wire import Message, Mutate, Noop, Stats
+from upr_protocol.wire import Message, Mutate, Noop, Stats, StatsReply
 
 URL = "upr://fake/b"
 ARRIVAL_TIMEOUT_S = 30.0
@@ -354,6 +354,30 @@ def test_a_program_that_was_busy_does_not_take_the_server_for_dead(fake: Threade
     with pytest.raises(BrokenError, match="idle timeout"):
         connection.receive(clock.now)
     connection.close()
+
+
+def test_a_whole_frame_is_handed_out_though_the_connection_ends_in_the_next_one(
+    fake: ThreadedFake,
+) -> None:
+    """It may be the answer to a request, which is not asked again."""
+    server_ends: list[socket.socket] = []
+    accept = fake._accept
+
+    def accept_and_keep(server_end: socket.socket, budget: int) -> None:
+        server_ends.append(server_end.dup())
+        accept(server_end, budget)
+
+    fake._accept = accept_and_keep  # type: ignore[method-assign]
+    connection = BlockingConnection(Address("fake", 12000, "b"), SocketOptions(dial=fake.dial))
+    while connection.receive(0.0) is not None:
+        pass
+    frames = [b"".join(message.frame_buffers()) for message in (Noop(), StatsReply("x" * 1000))]
+    server_ends[0].sendall(frames[0] + frames[1][:-1])
+    server_ends[0].shutdown(socket.SHUT_WR)
+    assert connection.receive(float("inf")) == Noop()
+    with pytest.raises(BrokenError, match="closed the connection"):
+        connection.receive(float("inf"))
+    server_ends[0].close()
 
 
 # Consuming.

@@ -197,14 +197,22 @@ class BlockingConnection:
         return polled_at >= deadline
 
     def _read(self) -> None:
-        """Reads what has come; of a body that is under way also what comes meanwhile."""
+        """Reads what has come; of a body that is under way also what comes meanwhile. If the
+        connection ends there, messages that came whole are handed out first: the next read finds
+        the same end."""
         bytes_left = _READ_BYTES_AT_ONCE
         while bytes_left > 0:
             try:
                 count = self._read_available()
             except BlockingIOError:
                 break
+            except OSError:
+                if self._inbox:
+                    break
+                raise
             if not count:
+                if self._inbox:
+                    break
                 self._fail(BrokenError("the server closed the connection"))
             for message in self.session.messages():
                 self._received(message)
