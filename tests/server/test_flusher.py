@@ -19,6 +19,7 @@ from upr_protocol.ids import PartitionId, SeqNo
 from upr_server.engine import Bucket, Partition
 from upr_server.engine.publisher_answers import BATCHES_MAX, UNSAVED_BYTES, WriterToken
 from upr_server.engine.snapshots import closed_snapshot, segment
+from upr_server.engine.snapshots.collapse import JOINED_SNAPSHOTS_MAX
 from upr_server.storage.api import Store
 from upr_server.storage.calls import Commit, StoreCall
 from upr_server.storage.errors import DiskFullError
@@ -313,6 +314,37 @@ async def test_thousands_of_answers_are_taken_some_in_each_step(autojump_clock: 
         remembered = answers.answers_between(0, run.partition.high_seq)
         assert next(counters) > BATCHES_MAX + 3
         assert on_disk == {(writer, counter): answer for writer, counter, _, answer in remembered}
+
+
+class MostJoined(trio.abc.Instrument):
+    """How many snapshots of a partition were put together in one step of a task, at most."""
+
+    def __init__(self, partition: Partition) -> None:
+        self.most = 0
+        self._partition = partition
+        self._count = len(partition.snapshots)
+
+    def after_task_step(self, _task: trio.lowlevel.Task) -> None:
+        count = len(self._partition.snapshots)
+        self.most = max(self.most, self._count - count)
+        self._count = count
+
+
+async def test_thousands_of_small_snapshots_are_put_together_some_in_each_step(
+    autojump_clock: MockClock,
+) -> None:
+    async with running() as run:
+        reader = cursor_at(run.partition)
+        for _ in range(2000):
+            put(run.partition, b"a")
+            while reader.poll():
+                reader.next()
+        joining = MostJoined(run.partition)
+        trio.lowlevel.add_instrument(joining)
+        await trio.sleep(1.0)
+        trio.lowlevel.remove_instrument(joining)
+        assert run.store.highs() == [{0: 2000}]
+        assert 0 < joining.most <= 2 * JOINED_SNAPSHOTS_MAX
 
 
 VALUE: Final = bytes(1000)

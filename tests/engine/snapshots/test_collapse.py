@@ -99,7 +99,7 @@ def test_two_small_snapshots_on_each_side_of_a_cursor_become_one() -> None:
 def test_small_snapshots_are_put_together_before_they_are_written() -> None:
     partition = new_partition()
     leave_snapshots(partition, JOINED_SNAPSHOTS_MIN, b"a")
-    partition.manager.join_unwritten()
+    assert partition.manager.join_unwritten() == JOINED_SNAPSHOTS_MIN
     partition.check_invariants()
     assert transcript(items(partition.manager.persistence)) == "(0,3] a@3 ."
     assert read(partition) == "(0,3] a@3 ."
@@ -115,7 +115,7 @@ def test_few_large_or_separate_snapshots_are_written_one_by_one() -> None:
     reader = cursor_at(separate, 2)
     leave_snapshots(separate, 2, b"a")
     for partition in (few, large, separate):
-        partition.manager.join_unwritten()
+        assert not partition.manager.join_unwritten()
         partition.check_invariants()
         count = len(partition.snapshots) - 1
         assert transcript(items(partition.manager.persistence)).count(".") == count >= 2

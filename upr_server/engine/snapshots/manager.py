@@ -291,21 +291,25 @@ class MutationManager:
             if not following.is_free or following.following is None:
                 self._consider(entry, may_be_short=True)
 
-    def join_unwritten(self) -> None:
+    def join_unwritten(self) -> int:
         """Collapses the small snapshots that the disk's cursor comes to next, if no other cursor
         stands between them. Written one by one, each would be a chunk of its own on disk.
 
-        O(their mutations): some 100 µs at most.
+        O(their mutations): some 5 µs for each snapshot, and 300 µs at most.
+
+        Returns:
+            How many snapshots were put together.
         """
         cursor = self.persistence
         if self._collapse is not None or not cursor.at_front:
-            return
+            return 0
         run = entries_to_join(cursor.entry)
         if run:
             collapse = Collapse(run, [self.snapshots.close(entry) for entry in run])
             while not collapse.step(sys.maxsize):
                 pass
             self._finish(collapse)
+        return len(run)
 
     def _released(self, entry: SnapshotEntry) -> None:
         """A cursor has left `entry`."""

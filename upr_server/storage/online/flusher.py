@@ -46,7 +46,8 @@ STEP_BYTES: Final = 1024 * 1024
 """Bytes that are encoded before other tasks run: a millisecond or so."""
 
 SNAPSHOT_BYTES: Final = 16 * 1024
-"""What closing and encoding a snapshot of one mutation costs, in the same unit."""
+"""What closing and encoding a snapshot of one mutation costs, in the same unit; or to put one
+together with others."""
 
 STEP_ANSWERS: Final = 2048
 """Changes of answers to publishers that are taken before other tasks run: some 0.2 ms. A partition
@@ -254,7 +255,7 @@ class Flusher:
             partition = self._bucket.partitions[partition_id]
             chunks: list[Chunk] = []
             ends: list[SeqNo] = []
-            for item in self._snapshots(partition, COMMIT_BYTES - total):
+            for item, joined_count in self._snapshots(partition, COMMIT_BYTES - total):
                 if isinstance(item, SnapshotEndItem):
                     ends.append(item.end)
                     continue
@@ -263,7 +264,7 @@ class Flusher:
                 # sent, takes 7 ms for 63 MiB; the chunk keeps it.
                 _ = item.crc
                 total += item.nbytes
-                unyielded += item.nbytes + SNAPSHOT_BYTES
+                unyielded += item.nbytes + SNAPSHOT_BYTES * (1 + joined_count)
                 if unyielded > STEP_BYTES:
                     unyielded = 0
                     await trio.lowlevel.checkpoint()
@@ -278,27 +279,31 @@ class Flusher:
                 break
         return writes
 
-    def _snapshots(self, partition: Partition, bytes_max: int) -> Iterator[Chunk | SnapshotEndItem]:
+    def _snapshots(
+        self, partition: Partition, bytes_max: int
+    ) -> Iterator[tuple[Chunk | SnapshotEndItem, int]]:
+        """The whole snapshots that a partition has now, until they come to `bytes_max`. Each item
+        with how many snapshots were put together before it could be read."""
         cursor = partition.manager.persistence
         high_seq = partition.high_seq
         # To the end of the snapshot that holds `high_seq`. That may be higher: at a checkpoint of
         # `_collect_group` others may write more, and close the snapshot.
         while cursor.seq < high_seq or cursor.is_reading:
-            partition.manager.join_unwritten()
+            joined_count = partition.manager.join_unwritten()
             snapshot = cursor.next_whole_snapshot()
             if snapshot is not None:
                 bytes_max -= snapshot.nbytes
-                yield snapshot
-                yield SnapshotEndItem(snapshot.end)
+                yield snapshot, joined_count
+                yield SnapshotEndItem(snapshot.end), 0
                 if bytes_max <= 0:
                     return
                 continue
             item = cursor.next()
             if isinstance(item, Chunk):
                 bytes_max -= item.nbytes
-                yield item
+                yield item, 0
             elif isinstance(item, SnapshotEndItem):
-                yield item
+                yield item, 0
                 if bytes_max <= 0:
                     return
 
