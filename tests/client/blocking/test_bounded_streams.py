@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import closing
@@ -220,11 +221,21 @@ def test_a_rollback_is_told(fake: ThreadedFake) -> None:
 
 
 def test_partitions_of_several_nodes_come_by_the_map(thread: TrioThread) -> None:
+    """The consumer connects to each node once, and nobody to the first one before."""
     nodes = thread.call(lambda: ThreadedCluster(thread, "abc", 6))
     server = nodes.cluster.any
     thread.call(lambda: put_keys(server, 60))
-    bounded = streams(nodes, server, address=Address.parse("upr://a,b,c/b"), retry_timeout_s=60.0)
+    hosts: list[str] = []
+
+    def dial(address: Address, timeout_s: float) -> socket.socket:
+        hosts.append(address.host)
+        return nodes.dial(address, timeout_s)
+
+    bounded = streams(
+        nodes, server, address=Address.parse("upr://a,b,c/b"), retry_timeout_s=60.0, dial=dial
+    )
     assert rows(bounded.events(), bounded.end) == numbers(server)
+    assert sorted(hosts) == ["a", "b", "c"]
 
 
 def test_a_caller_that_stops_closes_the_connection(fake: ThreadedFake) -> None:

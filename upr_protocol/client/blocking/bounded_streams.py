@@ -78,20 +78,16 @@ class BoundedStreams:
             key_prefix=self.key_prefix,
         )
         state = SubscriptionState(subscription, self.resume.copy())
-        try:
-            yield from self._events_of_one_connection(state)
-        except UprError as error:
-            if not self._may_go_on_after(error):
-                raise
+        # Where the address names several hosts, the partitions are mostly on several nodes. Or the
+        # first host is down, or has not the bucket: then a consumer asks the next one.
+        if not self.address.other_nodes:
+            try:
+                yield from self._events_of_one_connection(state)
+            except UprError as error:
+                if not _may_go_on_after(error):
+                    raise
         if not state.is_finished:
             yield from self._remaining_events(state)
-
-    def _may_go_on_after(self, error: UprError) -> bool:
-        """Whether a consumer may fare better than the one connection did."""
-        # It asks the address's other hosts, of which one may have a bucket that this one has not.
-        # And it tries a refused log-in again: the node may not know of a changed password yet.
-        is_log_in = isinstance(error, ServerError) and error.status is Status.LOG_IN_FAILED
-        return is_retryable(error) or is_log_in or bool(self.address.other_nodes)
 
     def _events_of_one_connection(self, state: SubscriptionState) -> Generator[Event, None, None]:
         """What one connection gives, until all has ended, or another node is to be asked."""
@@ -138,3 +134,10 @@ class BoundedStreams:
             # The server may be starting again just now.
             consumer.connect()
             yield from consumer
+
+
+def _may_go_on_after(error: UprError) -> bool:
+    """Whether a consumer may fare better than the one connection did."""
+    # It tries a refused log-in again: the node may not know of a changed password yet.
+    is_log_in = isinstance(error, ServerError) and error.status is Status.LOG_IN_FAILED
+    return is_retryable(error) or is_log_in
