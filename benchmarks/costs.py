@@ -272,7 +272,7 @@ class Node:
         partition.repeated_batches.add_received(write.answers)
         answers, _ = partition.repeated_batches.answers.take_unsaved(write.record.high)
         return PartitionWrite(
-            partition_id, write.record, write.chunks, answers, write.ends, write.purge_seq
+            partition_id, write.record, write.chunks, [answers], write.ends, write.purge_seq
         )
 
     def _flush(self) -> None:
@@ -289,7 +289,7 @@ class Node:
                 answers, _ = partition.repeated_batches.answers.take_unsaved(end)
                 record = record_of(partition, end)
                 ends = [chunk.end for chunk in chunks]
-                writes.append(PartitionWrite(partition.id, record, chunks, answers, ends))
+                writes.append(PartitionWrite(partition.id, record, chunks, [answers], ends))
         _pack(writes)
         for write in writes:
             self._bucket.partitions[write.partition].manager.persistence.commit(write.record.high)

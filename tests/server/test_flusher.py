@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable, Sized
 from contextlib import asynccontextmanager
+from itertools import product
 from random import Random
 from typing import Any, Final
 
@@ -17,7 +18,12 @@ from tests.engine.helpers import cursor_at, new_bucket, put
 from tests.kit.answer_rows import unpack_rows
 from upr_protocol.ids import PartitionId, SeqNo
 from upr_server.engine import Bucket, Partition
-from upr_server.engine.publisher_answers import BATCHES_MAX, UNSAVED_BYTES, WriterToken
+from upr_server.engine.publisher_answers import (
+    ANSWERS_BYTES_MAX,
+    BATCHES_MAX,
+    UNSAVED_BYTES,
+    WriterToken,
+)
 from upr_server.engine.snapshots import closed_snapshot, segment
 from upr_server.engine.snapshots.collapse import JOINED_SNAPSHOTS_MAX
 from upr_server.storage.api import Store
@@ -28,7 +34,9 @@ from upr_server.storage.online.flusher import (
     FLUSH_INTERVAL_S,
     FULL_DISK_RETRY_S,
     STEP_ANSWERS,
+    STEP_BYTES,
     STEP_CALLS,
+    STRING_ANSWERS,
     TURN_CALLS,
     Flusher,
 )
@@ -309,11 +317,28 @@ async def test_thousands_of_answers_are_taken_some_in_each_step(autojump_clock: 
         assert taking.longest == STEP_ANSWERS
         on_disk: dict[tuple[bytes, int], bytes | None] = {}
         for _, commit in run.store.commits:
-            on_disk |= unpack_rows(commit.writes[0].answers)
+            on_disk |= unpack_rows(b"".join(commit.writes[0].answers))
         on_disk = {token: answer for token, answer in on_disk.items() if answer}
         remembered = answers.answers_between(0, run.partition.high_seq)
         assert next(counters) > BATCHES_MAX + 3
         assert on_disk == {(writer, counter): answer for writer, counter, _, answer in remembered}
+
+
+async def test_of_large_answers_fewer_are_taken_in_each_step(autojump_clock: MockClock) -> None:
+    answer = bytes(10_000)
+    writers = [number.to_bytes(16, "little") for number in range(80)]
+    async with running() as run:
+        put(run.partition, b"a")
+        for counter, writer in product(range(1, ANSWERS_BYTES_MAX // len(answer)), writers):
+            token = WriterToken(writer, counter)
+            run.partition.repeated_batches.answers.remember(token, answer, run.partition.high_seq)
+        taking = LongestTaking(run.partition, lambda: None)
+        trio.lowlevel.add_instrument(taking)
+        await trio.sleep(1.0)
+        trio.lowlevel.remove_instrument(taking)
+        (write,) = run.store.commits[0][1].writes
+        assert len(unpack_rows(b"".join(write.answers))) > STEP_BYTES // len(answer)
+        assert taking.longest == STRING_ANSWERS
 
 
 class MostJoined(trio.abc.Instrument):

@@ -128,7 +128,7 @@ def commit_some(log: ChunkLog, random: Random) -> None:
             high = chunks[-1].end
         counter = random.randrange(20)
         answers = pack_rows([(b"a writer, really", counter, random.choice((b"", b"the answer")))])
-        writes.append(PartitionWrite(partition, record_of(high), chunks, answers))
+        writes.append(PartitionWrite(partition, record_of(high), chunks, [answers]))
     log.commit(writes)
 
 

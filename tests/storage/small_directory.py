@@ -88,7 +88,7 @@ def _write(
     answers = [(writer, turn, b"answer %d" % turn)]
     if turn > 3:
         answers.append((writer, turn - 3, b""))
-    return PartitionWrite(partition, record, [chunk], pack_rows(answers))
+    return PartitionWrite(partition, record, [chunk], [pack_rows(answers)])
 
 
 def _compact(storage: BucketStorage, partition: int, purge_before_cas: int) -> None:

@@ -337,5 +337,6 @@ def test_a_stale_page_is_never_streamed_and_always_noticed(tmp_path: Path, where
     assert not _unnoticed(outcomes)
     assert len(older) <= len(outcomes) // 500, counts
     assert counts[REFUSED] > len(outcomes) // 40, counts
+    # Of all 2,400 branch bits 13. How many are in the sample depends on where pages lie.
     assert counts[MISSING] <= len(outcomes) // 100, counts
     assert counts[DIED] > 0, counts

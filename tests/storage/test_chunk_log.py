@@ -75,7 +75,7 @@ def some_chunk(start: int, count: int, skipped: int = 0) -> Chunk:
 def write(partition: int, *chunks: Chunk, answers: tuple[StoredAnswer, ...] = ()) -> PartitionWrite:
     high = chunks[-1].end if chunks else 0
     rows = pack_rows((answer.writer, answer.counter, answer.answer) for answer in answers)
-    return PartitionWrite(partition, record_of(high), chunks, rows)
+    return PartitionWrite(partition, record_of(high), chunks, [rows])
 
 
 @settings(max_examples=60)

@@ -31,7 +31,8 @@ MANY: Final = st.integers(STEP_ITEMS - 1, 2 * STEP_ITEMS + 1)
 
 def write_of(chunk_count: int, answer_count: int, end_count: int) -> PartitionWrite:
     chunks = list(islice(cycle(CHUNKS), chunk_count))
-    answers, ends = ANSWER * answer_count, (SeqNo(3),) * end_count
+    ends = (SeqNo(3),) * end_count
+    answers = [ANSWER * min(200, answer_count - begin) for begin in range(0, answer_count, 200)]
     return PartitionWrite(5, record_of(3), chunks, answers, ends)
 
 
@@ -57,7 +58,15 @@ def test_a_request_in_steps_has_the_bytes_of_the_whole(writes: list[PartitionWri
 
     assert b"".join(packing.parts) == b"".join([head, message, *buffers])
     items = sum(
-        1 + len(write.chunks) + len(write.ends) + len(write.answers) // ITEM_BYTES
+        1 + len(write.chunks) + len(write.ends) + write.answer_bytes // ITEM_BYTES
         for write in writes
     )
     assert step_count >= items // STEP_ITEMS
+
+
+def test_answers_of_many_bytes_are_packed_one_string_in_each_step() -> None:
+    answers = [bytes([number]) * (1 << 20) for number in range(5)]
+    packing = RequestPacking(Commit("a bucket", [PartitionWrite(5, record_of(3), (), answers)]))
+    step_count = sum(1 for _ in packing.steps())
+    assert step_count > len(answers)
+    assert max(map(len, packing.parts)) < (1 << 20) + 100

@@ -147,7 +147,7 @@ async def test_a_bucket_is_found_again_as_it_was_left(opener: Opener) -> None:
         await store.ask(StartServing(BUCKET.name, [(1, record_of(0))]))
         write = some_write(0, 0)
         answers = pack_rows([(token.writer, token.counter, token.answer)])
-        write = PartitionWrite(0, write.record, write.chunks, answers)
+        write = PartitionWrite(0, write.record, write.chunks, [answers])
         await store.ask(Commit(BUCKET.name, [write, some_write(2, 0, 5)]))
         await store.ask(PutLease(BUCKET.name, lease))
         await store.ask(PutLease(BUCKET.name, LeaseRecord(10, "another", (), 60, 1.0)))

@@ -223,7 +223,7 @@ def test_a_truncation_deletes_answers() -> None:
     bucket = new_bucket()
     tokens = [StoredAnswer(bytes(16), counter, b"answer") for counter in (1, 2)]
     rows = pack_rows((token.writer, token.counter, token.answer) for token in tokens)
-    bucket.commit([PartitionWrite(PARTITION, record(0), answers=rows)])
+    bucket.commit([PartitionWrite(PARTITION, record(0), answers=[rows])])
     bucket.truncate(PARTITION, record(0), [StoredAnswer(bytes(16), 2, b"")])
     assert bucket.log.load().partitions[PARTITION].tokens == tokens[:1]
 

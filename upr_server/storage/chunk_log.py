@@ -77,8 +77,8 @@ class PartitionWrite(msgspec.Struct, frozen=True):
         partition: The partition.
         record: Its record afterwards.
         chunks: The mutations that lead there. Each chunk begins where the one before ends.
-        answers: Answers to publishers to store and to delete: rows, as `PublisherAnswers` gives
-            what has changed.
+        answers: Answers to publishers to store and to delete, the oldest change first: strings of
+            rows, as `PublisherAnswers` gives what has changed.
         ends: Those of the chunks' ends at which a snapshot ends.
         purge_seq: Tombstones up to here may be missing from the chunks.
     """
@@ -86,9 +86,14 @@ class PartitionWrite(msgspec.Struct, frozen=True):
     partition: int
     record: PartitionRecord
     chunks: Sequence[Chunk] = ()
-    answers: bytes = b""
+    answers: Sequence[bytes] = ()
     ends: Sequence[SeqNo] = ()
     purge_seq: SeqNo = SeqNo(0)
+
+    @property
+    def answer_bytes(self) -> int:
+        """The bytes of all answers. O(strings)."""
+        return sum(map(len, self.answers))
 
 
 class StoredPartition(msgspec.Struct, frozen=True):
@@ -405,9 +410,13 @@ class ChunkLog:
                     key = partition_key(PURGE, partition)
                     transaction.put(key, pack_record(key, write.purge_seq))
 
-    def _put_answers(self, transaction: WriteTransaction, partition: int, rows: bytes) -> None:
+    def _put_answers(
+        self, transaction: WriteTransaction, partition: int, answers: Iterable[bytes]
+    ) -> None:
         # Only the last change of each record, in the order of the keys: neighbours share pages.
-        newest = dict(answer_records(rows, partition_key(TOKEN, partition)))
+        newest: dict[bytes, bytes] = {}
+        for rows in answers:
+            newest.update(answer_records(rows, partition_key(TOKEN, partition)))
         for key, sealed in sorted(newest.items()):
             if sealed:
                 transaction.put(key, sealed)

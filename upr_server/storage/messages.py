@@ -192,7 +192,7 @@ class RequestPacking:
         packed, item_count = [_array_head(len(writes))], 0
         for write in writes:
             write_count = 1 + len(write.chunks) + len(write.ends)
-            write_count += len(write.answers) // ITEM_BYTES
+            write_count += write.answer_bytes // ITEM_BYTES
             if item_count + write_count > STEP_ITEMS:
                 yield b"".join(packed)
                 packed, item_count = [], 0
@@ -213,6 +213,10 @@ class RequestPacking:
                 yield _array_head(len(value))
                 for step in _in_steps(value):
                     yield self._packer.pack(step).removeprefix(_array_head(len(step)))
+            elif name == "answers":
+                # Each is a step: they are not joined, nor packed together, as they may be many MB.
+                yield _array_head(len(value))
+                yield from map(self._packer.pack, value)
             else:
                 yield self._packer.pack(value)
 

@@ -53,6 +53,10 @@ STEP_ANSWERS: Final = 2048
 """Changes of answers to publishers that are taken before other tasks run: some 0.2 ms. A partition
 may have 65,536 answers."""
 
+STRING_ANSWERS: Final = 256
+"""How many of them are taken as one string of rows: a step ends with the one that reaches
+`STEP_BYTES`. An answer to a thousand increments has some 10 kB."""
+
 STEP_PARTITIONS: Final = 8
 """Partitions whose snapshots are noted as committed before other tasks run."""
 
@@ -270,7 +274,7 @@ class Flusher:
                     await trio.lowlevel.checkpoint()
             if chunks:
                 writes.append(await self._write(partition, chunks, ends))
-                unyielded += min(len(writes[-1].answers), STEP_BYTES)
+                unyielded += min(writes[-1].answer_bytes, STEP_BYTES)
             del self._dirty[partition_id]
             if partition.manager.persistence.poll():
                 # More has come meanwhile. It goes to the end: partitions take turns.
@@ -401,17 +405,23 @@ class Flusher:
         }
 
 
-async def take_answers(partition: Partition, through: SeqNo) -> bytes:
+async def take_answers(partition: Partition, through: SeqNo) -> list[bytes]:
     """Takes the changes of answers to publishers that belong on disk with everything up to
-    `through`, in steps: rows as `PartitionWrite` has them. After a cancellation some are lost: the
-    caller must be one that writes nothing more then."""
-    answers, steps = partition.repeated_batches.answers, list[bytes]()
+    `through`, in steps: strings of rows, as `PartitionWrite` has them. After a cancellation some
+    are lost: the caller must be one that writes nothing more then."""
+    answers, strings = partition.repeated_batches.answers, list[bytes]()
+    step_count = step_bytes = 0
     while True:
-        rows, count = answers.take_unsaved(through, STEP_ANSWERS)
-        steps.append(rows)
-        if count < STEP_ANSWERS:
-            return b"".join(steps)
-        await trio.lowlevel.checkpoint()
+        rows, count = answers.take_unsaved(through, STRING_ANSWERS)
+        if rows:
+            strings.append(rows)
+        if count < STRING_ANSWERS:
+            return strings
+        step_count += count
+        step_bytes += len(rows)
+        if step_count >= STEP_ANSWERS or step_bytes >= STEP_BYTES:
+            step_count = step_bytes = 0
+            await trio.lowlevel.checkpoint()
 
 
 def record_of(partition: Partition, high: SeqNo) -> PartitionRecord:
