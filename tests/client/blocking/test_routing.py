@@ -151,3 +151,20 @@ def test_a_lease_belongs_to_the_node_that_was_active(nodes: ThreadedCluster) -> 
             kv.acquire_lease(everything, time_to_live_s=60, owner="o", lease_id=8)
         lease = kv.acquire_lease(everything, time_to_live_s=60, owner="o", lease_id=9)
         assert [leased.partition for leased in lease.ranges] == list(range(PARTITIONS))
+
+
+def test_a_lease_is_released_at_every_node_that_can_be_asked(nodes: ThreadedCluster) -> None:
+    everything = [(partition, 0, SEQ_MAX) for partition in range(PARTITIONS)]
+    leases = {name: nodes.cluster.server(name).leases for name in "abc"}
+    with BlockingClient(URL, dial=nodes.dial, sleep=lambda _: nodes.down.clear()) as kv:
+        kv.acquire_lease(everything, time_to_live_s=60, owner="o", lease_id=7)
+        nodes.kill("a")
+        with pytest.raises(BrokenError):
+            kv.release_lease(7)
+        assert {name for name in leases if leases[name]} == {"a"}
+        # It comes back while it is waited for.
+        kv.release_lease(7)
+        assert not any(leases.values())
+        with pytest.raises(ServerError) as refused:
+            kv.release_lease(7)
+        assert refused.value.status is Status.BAD_ARGUMENT

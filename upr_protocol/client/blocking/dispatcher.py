@@ -265,23 +265,53 @@ class BlockingDispatcher:
                     raise
 
     def ask_all_holders(self, call: Call[HeldLease]) -> HeldLease:
-        """Asks every node about a lease, and merges what they hold of it.
+        """Asks every node that the map names for a partition about a lease, and merges what they
+        hold of it. A node that cannot be asked does not keep the others from being asked.
 
         Raises:
             ServerError: No node has the lease. `RANGE_GONE`: or a partition of it has another
                 active node since.
+            BrokenError: Some node could not be asked in time, or the connection to it was lost.
+            TimeoutError: Some node did not answer.
         """
-        leases: list[HeldLease] = []
-        refusal: ServerError | None = None
+        deadline = time.monotonic() + self._timeout_s
         count = calls.check_partition_count(self.connect().handshake.partition_count)
-        for connection, partitions in self._connections_of(range(count)):
-            try:
-                lease = self._ask_on(connection, call)
-            except ServerError as error:
-                refusal = error
-            else:
-                calls.check_active(lease, partitions)
-                leases.append(lease)
-        if not leases and refusal is not None:
-            raise refusal
-        return calls.merge_leases(leases)
+        leases: dict[Address, HeldLease] = {}
+        refusals: list[ServerError] = []
+        failure: UprError | TimeoutError | None = None
+        unreachable: UprError = BrokenError("no node could be asked")
+        asked_addresses: set[Address] = set()
+        while unasked_addresses := self._partitions_of_nodes(count).keys() - asked_addresses:
+            for address in sorted(unasked_addresses, key=str):
+                try:
+                    connection = self.connections.to_node(address)
+                except UprError as error:
+                    unreachable = error
+                    continue
+                asked_addresses.add(address)
+                try:
+                    leases[address] = self._ask_on(connection, call)
+                except ServerError as error:
+                    refusals.append(error)
+                except (BrokenError, TimeoutError) as error:
+                    failure = error
+            if not (unasked_addresses <= asked_addresses or self._wait_for_map(deadline)):
+                raise unreachable
+        if failure is not None:
+            raise failure
+        if not leases:
+            raise refusals[0] if refusals else BrokenError("no node has any partition")
+        partitions_of_nodes = self._partitions_of_nodes(count)
+        for address, lease in leases.items():
+            calls.check_active(lease, partitions_of_nodes.get(address, ()))
+        return calls.merge_leases(list(leases.values()))
+
+    def _partitions_of_nodes(self, count: int) -> dict[Address, list[PartitionId]]:
+        """The nodes that the map names, each with its partitions. Partitions without a node are
+        left out."""
+        by_node: dict[Address, list[PartitionId]] = {}
+        for partition in map(PartitionId, range(count)):
+            address = self.connections.holder(partition)
+            if address is not None:
+                by_node.setdefault(address, []).append(partition)
+        return by_node
