@@ -7,12 +7,14 @@ from functools import partial
 
 import pytest
 
-from tests.kit.threaded import ThreadedFake, trio_thread
+from tests.kit.threaded import ThreadedCluster, ThreadedFake, trio_thread
 from tests.spark.bucket import change, put
 from upr_protocol.client import BlockingClient
 from upr_protocol.errors import Status
+from upr_protocol.ids import SEQ_MAX
+from upr_protocol.partition_map import Assignment
 from upr_protocol.spark import driver_connection
-from upr_protocol.spark.driver_client import BucketDriverClient
+from upr_protocol.spark.driver_client import BucketDriverClient, acquire_new_lease
 from upr_protocol.spark.read_options import ReadOptions
 from upr_protocol.wire import Await, Message
 
@@ -60,3 +62,22 @@ def test_a_barrier_that_meets_a_failover_waits_for_the_new_node(
         assert max(row.high_seq for row in driver.wait_until_persisted().values()) == 1
         driver.close()
     assert len(awaits) == 2
+
+
+def test_a_new_lease_is_acquired_though_a_partition_moves_meanwhile(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """`a` has granted its part before `b` says that `a` has one of its partitions now."""
+    with trio_thread() as thread:
+        nodes = thread.call(lambda: ThreadedCluster(thread, "ab", 4))
+        monkeypatch.setattr(
+            driver_connection, "BlockingClient", partial(BlockingClient, dial=nodes.dial)
+        )
+        driver = BucketDriverClient(ReadOptions.parse({"url": "upr://a,b/b"}))
+        driver.seqnos()
+        nodes.move({3: Assignment(active="a")})
+        lease = acquire_new_lease(driver, [(partition, 0, SEQ_MAX) for partition in range(4)])
+        assert [leased.partition for leased in lease.ranges] == list(range(4))
+        for name in "ab":
+            assert list(nodes.cluster.server(name).leases) == [lease.lease_id]
+        driver.close()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from datetime import datetime
 from functools import partial
@@ -17,6 +17,7 @@ from upr_protocol.client import (
     PartitionNumbers,
 )
 from upr_protocol.client.core import calls
+from upr_protocol.client.core.calls import NEW_LEASE_TRIES
 from upr_protocol.errors import ServerError, Status, UprError
 from upr_protocol.hashing import partition_of
 from upr_protocol.ids import Durability, PartitionId
@@ -77,6 +78,35 @@ class DriverClient(Protocol):
 
     def close(self) -> None:
         """Closes the connection."""
+
+
+def acquire_new_lease(
+    driver: DriverClient,
+    ranges: Sequence[tuple[int, int, int]],
+    new_id: Callable[[], int] = new_lease_id,
+) -> HeldLease:
+    """Pins ranges under a lease that nobody asked for before. Partitions may move between nodes
+    meanwhile: then what was granted is released, and another ID is drawn.
+
+    Args:
+        driver: Asks the bucket.
+        ranges: See `BlockingClient.acquire_lease`.
+        new_id: Draws a fresh non-zero random number.
+
+    Raises:
+        ServerError: `ROLLBACK_NEEDED`; `RANGE_GONE` if partitions moved at each try.
+    """
+    tries_left = NEW_LEASE_TRIES
+    while True:
+        lease_id = new_id()
+        try:
+            return driver.acquire_lease(lease_id, ranges)
+        except ServerError as error:
+            # Of several nodes, one may have granted its part.
+            driver.release_lease(lease_id)
+            tries_left -= 1
+            if error.status is not Status.RANGE_GONE or not tries_left:
+                raise
 
 
 class BucketDriverClient:

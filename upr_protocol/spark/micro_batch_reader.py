@@ -25,6 +25,7 @@ from upr_protocol.spark.consumer_position import ConsumerPosition
 from upr_protocol.spark.driver_client import (
     BucketDriverClient,
     DriverClient,
+    acquire_new_lease,
     new_lease_id,
 )
 from upr_protocol.spark.errors import PipelineError, as_pipeline_error, sentence_first
@@ -280,18 +281,17 @@ class MicroBatchReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
                 "version of every key: set failOnDataLoss=false to continue without the older "
                 "ones, or begin with a new checkpoint",
             ) from error
-        lease_id = new_lease_id()
         bounds = [(range_.partition, range_.start, range_.end) for range_ in ranges]
         try:
-            lease = self._server.acquire_lease(lease_id, bounds)
+            lease = acquire_new_lease(self._server, bounds)
         except ServerError as refusal:
             if refusal.status is not Status.ROLLBACK_NEEDED:
                 raise as_pipeline_error(refusal, self._options.address) from refusal
             # Deletions are among what is lost; from the beginning anything can be held.
-            lease = self._server.acquire_lease(
-                lease_id, [(partition, 0, end) for partition, _, end in bounds]
+            lease = acquire_new_lease(
+                self._server, [(partition, 0, end) for partition, _, end in bounds]
             )
-        self._planner.release_lease_on_commit(lease_id)
+        self._planner.release_lease_on_commit(lease.lease_id)
         return lease
 
     def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:

@@ -12,7 +12,7 @@ from upr_protocol.client import HeldLease, PartitionInfo, PartitionNumbers
 from upr_protocol.errors import ServerError, Status
 from upr_protocol.failover import FailoverLog, RollBack, decide_start
 from upr_protocol.ids import SEQ_MAX, PartitionId, SeqNo
-from upr_protocol.spark.driver_client import DriverClient
+from upr_protocol.spark.driver_client import DriverClient, acquire_new_lease
 from upr_protocol.spark.errors import OptionError, PipelineError
 from upr_protocol.spark.offset import PartitionOffset, StreamOffset
 from upr_protocol.spark.read_tasks import PartitionRange, RollbackMarker
@@ -308,7 +308,7 @@ class StreamPlan:
         self, starts: Mapping[PartitionId, SeqNo], ends: Mapping[PartitionId, SeqNo]
     ) -> HeldLease:
         ranges = [(partition, seq, ends[partition]) for partition, seq in starts.items()]
-        return self._driver.acquire_lease(self._new_lease_id(), ranges)
+        return acquire_new_lease(self._driver, ranges, self._new_lease_id)
 
     def release_lease_on_commit(self, lease_id: int) -> None:
         """A lease is to be released when the batches are committed that are planned so far."""

@@ -153,6 +153,20 @@ def test_a_lease_belongs_to_the_node_that_was_active(nodes: ThreadedCluster) -> 
         assert [leased.partition for leased in lease.ranges] == list(range(PARTITIONS))
 
 
+def test_a_new_lease_begins_anew_when_a_partition_has_moved_meanwhile(
+    nodes: ThreadedCluster,
+) -> None:
+    """`a` has granted its part before `c` says that `a` has one of its partitions now."""
+    everything = [(partition, 0, SEQ_MAX) for partition in range(PARTITIONS)]
+    with client(nodes) as kv:
+        kv.seqnos()
+        nodes.move({5: Assignment(active="a")})
+        lease = kv.acquire_lease(everything, time_to_live_s=60, owner="o")
+        assert [leased.partition for leased in lease.ranges] == list(range(PARTITIONS))
+        for name in "abc":
+            assert list(nodes.cluster.server(name).leases) == [lease.lease_id]
+
+
 def test_a_lease_is_released_at_every_node_that_can_be_asked(nodes: ThreadedCluster) -> None:
     everything = [(partition, 0, SEQ_MAX) for partition in range(PARTITIONS)]
     leases = {name: nodes.cluster.server(name).leases for name in "abc"}

@@ -300,6 +300,18 @@ async def test_a_lease_whose_partitions_have_moved_is_not_acquired_again(
         assert await acquire(8) == list(range(6))
 
 
+async def test_a_new_lease_begins_anew_when_a_partition_has_moved_meanwhile(
+    cluster: FakeCluster, autojump_clock: MockClock
+) -> None:
+    """`a` has granted its part before `c` says that `a` has one of its partitions now."""
+    async with connect(URL, dial=cluster.dial) as client:
+        cluster.move({5: Assignment(active="a")})
+        lease = await client.acquire_lease(EVERYTHING, time_to_live_s=60, owner="o")
+        assert [leased.partition for leased in lease.ranges] == list(range(6))
+        for name in "abc":
+            assert list(cluster.server(name).leases) == [lease.lease_id]
+
+
 async def test_a_lease_is_not_renewed_at_a_node_that_is_not_active_any_more(
     cluster: FakeCluster, autojump_clock: MockClock
 ) -> None:

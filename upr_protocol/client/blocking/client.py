@@ -6,6 +6,7 @@ import os
 import random
 import time
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from datetime import datetime
 from functools import partial
 from typing import Any, Final, Literal, Self, TypeVar, Unpack
@@ -20,6 +21,7 @@ from upr_protocol.client.blocking.publisher import BlockingPublisher
 from upr_protocol.client.blocking.trio_thread import dial_in_thread
 from upr_protocol.client.core import calls
 from upr_protocol.client.core.calls import (
+    NEW_LEASE_TRIES,
     BucketInfo,
     Call,
     HeldLease,
@@ -40,7 +42,7 @@ from upr_protocol.client.core.unanswered_batches import BUFFER_BYTES_DEFAULT, Ba
 from upr_protocol.client.core.writer_identity import WRITER_ID_BYTES, WriterIdentity
 from upr_protocol.client.options import CREDIT_TIMEOUT_S_DEFAULT, IDENTITY_DEFAULT
 from upr_protocol.client.trio.publisher import publisher as trio_publisher
-from upr_protocol.errors import UprError
+from upr_protocol.errors import ServerError, Status, UprError
 from upr_protocol.ids import Durability, Operation, PartitionId, SeqNo
 from upr_protocol.limits import HANDSHAKE_TIMEOUT_S, IDLE_INTERVAL_S_DEFAULT
 from upr_protocol.timestamps import to_nanoseconds
@@ -266,9 +268,29 @@ class BlockingClient(KeyOperations[WriteResult]):
         lease_id: int = 0,
     ) -> HeldLease:
         """Protects ranges of sequence numbers from compaction: every version in them stays."""
-        lease_id = lease_id or int.from_bytes(os.urandom(8), "little") | 1
-        request = LeaseRequest(tuple(ranges), time_to_live_s, owner, lease_id)
-        return self._dispatcher.acquire_lease(request)
+        if lease_id:
+            request = LeaseRequest(tuple(ranges), time_to_live_s, owner, lease_id)
+            return self._dispatcher.acquire_lease(request)
+        return self._acquire_new_lease(tuple(ranges), time_to_live_s, owner)
+
+    def _acquire_new_lease(
+        self, ranges: tuple[tuple[int, int, int], ...], time_to_live_s: int, owner: str
+    ) -> HeldLease:
+        tries_left = NEW_LEASE_TRIES
+        while True:
+            lease_id = int.from_bytes(os.urandom(8), "little") | 1
+            request = LeaseRequest(ranges, time_to_live_s, owner, lease_id)
+            try:
+                return self._dispatcher.acquire_lease(request)
+            except ServerError as error:
+                if error.status is not Status.RANGE_GONE:
+                    raise
+                # A partition has moved to a node that had granted its other part already.
+                with suppress(UprError, TimeoutError):
+                    self.release_lease(lease_id)
+                tries_left -= 1
+                if not tries_left:
+                    raise
 
     def renew_lease(self, lease_id: int, *, time_to_live_s: int) -> HeldLease:
         """Lets a lease last for so long from now, even if it has lapsed; see

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Container, Iterable, Sequence
 from functools import partial
 from operator import attrgetter
-from typing import Any, Generic, TypeVar
+from typing import Any, Final, Generic, TypeVar
 
 import attrs
 import msgspec
@@ -338,6 +338,12 @@ def lease(
         )
 
     return Call(partial(Lease, action, lease_id, time_to_live_s, owner, tuple(ranges)), result)
+
+
+NEW_LEASE_TRIES: Final = 3
+"""How many IDs are drawn for a new lease. Another one is needed if a partition moves, while the
+lease is acquired, to a node that has granted its part already: a lease keeps its ranges. Each try
+knows a newer map than the one before."""
 
 
 @attrs.frozen

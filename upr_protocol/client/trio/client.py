@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import AsyncIterator, Coroutine, Iterable, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from datetime import datetime
 from functools import partial
 from itertools import islice
@@ -16,6 +16,7 @@ import trio
 from upr_protocol.address import Address
 from upr_protocol.client.core import calls
 from upr_protocol.client.core.calls import (
+    NEW_LEASE_TRIES,
     BucketInfo,
     HeldLease,
     LeaseRequest,
@@ -32,6 +33,7 @@ from upr_protocol.client.options import CREDIT_TIMEOUT_S_DEFAULT
 from upr_protocol.client.trio.connection import ConnectOptions, TrioOptions
 from upr_protocol.client.trio.dispatcher import REQUEST_RETRY_TIMEOUT_S, RequestDispatcher
 from upr_protocol.concurrency import background_nursery
+from upr_protocol.errors import ServerError, Status, UprError
 from upr_protocol.ids import Durability, HistoryId, Operation, PartitionId, SeqNo
 from upr_protocol.timestamps import to_nanoseconds
 from upr_protocol.users import UserChange, UserListing
@@ -248,16 +250,37 @@ class Client(KeyOperations[Coroutine[Any, Any, WriteResult]]):
                 and a restart of the server.
             owner: The name of its holder, for the server's list of leases.
             lease_id: A random number of your own. Asking again with it makes no second lease: an
-                existing one is renewed with the ranges that it has. 0 draws a number.
+                existing one is renewed with the ranges that it has. 0 draws a number, and another
+                one if partitions move between nodes while the lease is acquired.
 
         Raises:
             ServerError: `BAD_ARGUMENT`, `LIMIT_REACHED`; `ROLLBACK_NEEDED` when a range is no
                 longer whole; `RANGE_GONE` when the lease exists and is no longer whole, or one of
                 its partitions has another active node since.
         """
-        lease_id = lease_id or int.from_bytes(os.urandom(8), "little") | 1
-        request = LeaseRequest(tuple(ranges), time_to_live_s, owner, lease_id)
-        return await self._dispatcher.acquire_lease(request)
+        if lease_id:
+            request = LeaseRequest(tuple(ranges), time_to_live_s, owner, lease_id)
+            return await self._dispatcher.acquire_lease(request)
+        return await self._acquire_new_lease(tuple(ranges), time_to_live_s, owner)
+
+    async def _acquire_new_lease(
+        self, ranges: tuple[tuple[int, int, int], ...], time_to_live_s: int, owner: str
+    ) -> HeldLease:
+        tries_left = NEW_LEASE_TRIES
+        while True:
+            lease_id = int.from_bytes(os.urandom(8), "little") | 1
+            request = LeaseRequest(ranges, time_to_live_s, owner, lease_id)
+            try:
+                return await self._dispatcher.acquire_lease(request)
+            except ServerError as error:
+                if error.status is not Status.RANGE_GONE:
+                    raise
+                # A partition has moved to a node that had granted its other part already.
+                with suppress(UprError):
+                    await self.release_lease(lease_id)
+                tries_left -= 1
+                if not tries_left:
+                    raise
 
     async def renew_lease(self, lease_id: int, *, time_to_live_s: int) -> HeldLease:
         """Lets a lease last for so long from now, even if it has lapsed.

@@ -14,7 +14,7 @@ from upr_protocol.client import PartitionInfo
 from upr_protocol.errors import ServerError, Status
 from upr_protocol.failover import FailoverLog
 from upr_protocol.ids import SEQ_MAX, PartitionId, SeqNo
-from upr_protocol.spark.driver_client import BucketDriverClient, new_lease_id
+from upr_protocol.spark.driver_client import BucketDriverClient, acquire_new_lease
 from upr_protocol.spark.errors import PipelineError, as_pipeline_error
 from upr_protocol.spark.read_options import ReadOptions
 from upr_protocol.spark.recipes.target import check_own_options
@@ -79,14 +79,15 @@ def consistent_cut(
     texts = options_with_url(url, options)
     read_options = ReadOptions.parse(texts)
     driver = BucketDriverClient(read_options)
-    lease_id = new_lease_id()
+    lease_id = 0
     try:
         seqnos = driver.wait_until_persisted()
         requested_starts = starts_of(driver.partition_infos(anew=True))
         starts = {partition: requested_starts.get(partition, SeqNo(0)) for partition in seqnos}
-        lease = driver.acquire_lease(
-            lease_id, [(partition, seq, SEQ_MAX) for partition, seq in starts.items()]
+        lease = acquire_new_lease(
+            driver, [(partition, seq, SEQ_MAX) for partition, seq in starts.items()]
         )
+        lease_id = lease.lease_id
         # A history that began since the lease was granted began behind its end.
         driver.seqnos()
         logs = {partition: info.log for partition, info in driver.partition_infos().items()}
@@ -105,7 +106,8 @@ def consistent_cut(
             ) from error
         raise as_pipeline_error(error, read_options.address) from error
     finally:
-        driver.release_lease(lease_id)
+        if lease_id:
+            driver.release_lease(lease_id)
         driver.close()
 
 
