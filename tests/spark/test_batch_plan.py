@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime, timedelta
 from functools import partial
 
@@ -11,8 +11,9 @@ import pytest
 from tests.kit.fake_server import put_keys
 from tests.kit.threaded import ThreadedCluster, trio_thread
 from tests.spark.model_driver_client import ModelDriverClient
-from upr_protocol.client import BlockingClient
+from upr_protocol.client import BlockingClient, HeldLease, PartitionNumbers
 from upr_protocol.errors import ServerError, Status
+from upr_protocol.ids import SEQ_MAX, PartitionId
 from upr_protocol.partition_map import Assignment
 from upr_protocol.spark import driver_connection
 from upr_protocol.spark.batch_reader import plan
@@ -37,26 +38,64 @@ def ranges_of(tasks: list[ReadTask]) -> list[tuple[int, int, int]]:
 class BusyBucket(ModelDriverClient):
     """A bucket of one partition to which others write all the time."""
 
+    now = NOW
+
     def write_now(self) -> None:
         self.write(0, 0)
-        self.times[0, self.partitions[0].high] = NOW
+        self.times[0, self.partitions[0].high] = self.now
 
     def seqnos_at_time(self, time: datetime) -> Mapping[int, int]:
         self.write_now()
         return super().seqnos_at_time(time)
 
+    def seqnos(self) -> Mapping[PartitionId, PartitionNumbers]:
+        self.write_now()
+        return super().seqnos()
+
+    def acquire_lease(self, lease_id: int, ranges: Sequence[tuple[int, int, int]]) -> HeldLease:
+        self.write_now()
+        self.flush(0)
+        return super().acquire_lease(lease_id, ranges)
+
+
+def seqs_read(bucket: BusyBucket, lease_id: int = 1, **options: str) -> list[int]:
+    """The numbers of partition 0 that are read."""
+    tasks = plan(options_of(**options), bucket, lease_id)
+    return [seq for _, start, end in ranges_of(tasks) for seq in range(start + 1, end + 1)]
+
 
 @pytest.mark.parametrize("stability", ["durable", "any"])
-@pytest.mark.parametrize("bound", ["startingTimestamp", "endingTimestamp"])
-def test_a_time_that_has_not_passed_is_a_bound_though_others_write(
-    bound: str, stability: str
+def test_an_end_that_has_not_passed_is_a_bound_though_others_write(stability: str) -> None:
+    bucket = BusyBucket(1)
+    end = (NOW + timedelta(hours=1)).isoformat()
+    seqs = seqs_read(bucket, endingTimestamp=end, stability=stability)
+    assert seqs == list(range(1, len(seqs) + 1))
+    assert 1 <= len(seqs) <= bucket.partitions[0].high
+
+
+@pytest.mark.parametrize("stability", ["durable", "any"])
+@pytest.mark.parametrize("end_time", [None, NOW + timedelta(hours=2)])
+def test_a_start_that_has_not_passed_leaves_out_what_others_write_meanwhile(
+    stability: str, end_time: datetime | None
 ) -> None:
     bucket = BusyBucket(1)
-    for _ in range(3):
+    options = {"startingTimestamp": (NOW + timedelta(hours=1)).isoformat(), "stability": stability}
+    if end_time is not None:
+        options["endingTimestamp"] = end_time.isoformat()
+    assert seqs_read(bucket, **options) == []
+
+
+def test_a_start_that_has_passed_meanwhile_leaves_out_the_same_rows_each_time() -> None:
+    bucket = BusyBucket(1)
+    bucket.acquire_lease(1, [(0, 0, SEQ_MAX)])
+    for hours in range(4):
+        bucket.now = NOW + timedelta(hours=hours)
         bucket.write_now()
-    time = (NOW + timedelta(hours=1)).isoformat()
-    tasks = plan(options_of(**{bound: time, "stability": stability}), bucket, 1)
-    assert ranges_of(tasks) == ([] if bound == "startingTimestamp" else [(0, 0, 4)])
+    bucket.acquire_lease(2, [(0, 0, SEQ_MAX)])
+    options = {"startingTimestamp": (NOW + timedelta(hours=1)).isoformat()}
+    for _ in range(2):
+        assert seqs_read(bucket, 1, **options) == []
+        assert seqs_read(bucket, 2, **options) == [3, 4, 5, 6]
 
 
 @pytest.mark.parametrize("moved_partition", [0, 1])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import attrs
 import pyarrow as pa
@@ -125,6 +125,8 @@ def plan(options: ReadOptions, driver: DriverClient, lease_id: int) -> list[Read
         # To the end that is on disk when the lease is granted: nothing is overtaken there.
         to_the_end = isinstance(end, str)
         ranges = _pin_ranges(driver, infos, bounds, lease_id, to_the_end=to_the_end)
+    if options.start_time is not None:
+        ranges = list(_since(driver.seqnos_at_time(options.start_time), ranges))
     return tasks_of(
         [range_ for range_ in ranges if range_.start < range_.end],
         lease_id,
@@ -153,6 +155,15 @@ def _pin_ranges(
         )
         for pinned in lease.ranges
     ]
+
+
+def _since(start: Mapping[int, int], ranges: Iterable[PartitionRange]) -> Iterator[PartitionRange]:
+    """The ranges without what is older than the time of `start`: if the time has not passed, others
+    may have written before the ends were settled. Each action leaves out the same, because the
+    times of the rows up to the ends do not change."""
+    for range_ in ranges:
+        seq = min(max(range_.start, start.get(range_.partition, 0)), range_.end)
+        yield attrs.evolve(range_, start=SeqNo(seq), snapshot_start=SeqNo(seq))
 
 
 def _range_of(
