@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 
@@ -15,6 +18,7 @@ from upr_protocol.ids import SEQ_MAX
 from upr_protocol.partition_map import Assignment
 from upr_protocol.spark import driver_connection
 from upr_protocol.spark.driver_client import BucketDriverClient, acquire_new_lease
+from upr_protocol.spark.errors import PipelineError
 from upr_protocol.spark.read_options import ReadOptions
 from upr_protocol.wire import Await, Message
 
@@ -38,17 +42,28 @@ def test_a_position_replaces_that_of_another_process(new_bucket: Callable[..., s
         assert consumer["numbers_behind"] == numbers_behind
 
 
-def test_a_barrier_that_meets_a_failover_waits_for_the_new_node(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """It has what was acknowledged as replicated. That may not be on its disk yet."""
+@pytest.fixture
+def waits(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """How long a driver has waited, each time; no time passes."""
+    waits: list[float] = []
+    clock = SimpleNamespace(monotonic=lambda: sum(waits), sleep=waits.append)
+    monkeypatch.setattr(driver_connection, "time", clock)
+    return waits
+
+
+@contextmanager
+def changing_bucket(
+    monkeypatch: pytest.MonkeyPatch, change_count: float
+) -> Iterator[tuple[BucketDriverClient, list[Message]]]:
+    """A bucket with one change, whose partition has begun another history each of the first so many
+    times that it is waited for; and what it was asked for."""
     awaits: list[Message] = []
 
     def refuse(message: Message) -> Status | None:
         if not isinstance(message, Await):
             return None
         awaits.append(message)
-        return Status.HISTORY_CHANGED if len(awaits) == 1 else None
+        return Status.HISTORY_CHANGED if len(awaits) <= change_count else None
 
     with trio_thread() as thread:
         fake = thread.call(lambda: ThreadedFake(thread))
@@ -57,11 +72,30 @@ def test_a_barrier_that_meets_a_failover_waits_for_the_new_node(
         monkeypatch.setattr(
             driver_connection, "BlockingClient", partial(BlockingClient, dial=fake.dial)
         )
-        options = ReadOptions.parse({"url": "upr://fake/b"}, streaming=True)
+        options = ReadOptions.parse({"url": "upr://fake/b", "timeoutSeconds": "60"}, streaming=True)
         driver = BucketDriverClient(options)
-        assert max(row.high_seq for row in driver.wait_until_persisted().values()) == 1
+        yield driver, awaits
         driver.close()
-    assert len(awaits) == 2
+
+
+def test_a_barrier_that_meets_a_failover_waits_for_the_new_node(
+    monkeypatch: pytest.MonkeyPatch, waits: list[float]
+) -> None:
+    """It has what was acknowledged as replicated. That may not be on its disk yet."""
+    with changing_bucket(monkeypatch, 1) as (driver, awaits):
+        assert max(row.high_seq for row in driver.wait_until_persisted().values()) == 1
+        assert len(awaits) == 2
+        assert len(waits) == 1
+
+
+def test_a_barrier_pauses_between_failovers_and_gives_up_in_the_end(
+    monkeypatch: pytest.MonkeyPatch, waits: list[float]
+) -> None:
+    with changing_bucket(monkeypatch, math.inf) as (driver, awaits):
+        with pytest.raises(PipelineError, match="has begun another history"):
+            driver.wait_until_persisted()
+        assert len(awaits) == len(waits) + 1 < 40
+        assert 60 <= sum(waits) < 70
 
 
 def test_a_new_lease_is_acquired_though_a_partition_moves_meanwhile(

@@ -18,7 +18,7 @@ from upr_protocol.client import (
 )
 from upr_protocol.client.core import calls
 from upr_protocol.client.core.calls import NEW_LEASE_TRIES
-from upr_protocol.errors import ServerError, Status, UprError
+from upr_protocol.errors import BrokenError, ServerError, Status, UprError
 from upr_protocol.hashing import partition_of
 from upr_protocol.ids import Durability, PartitionId
 from upr_protocol.limits import LEASE_TIME_TO_LIVE_S_MAX
@@ -169,19 +169,25 @@ class BucketDriverClient:
         return {info.partition: info for info in infos if info.partition in self._numbers}
 
     def wait_until_persisted(self) -> Mapping[PartitionId, PartitionNumbers]:
-        # After a failover, the new node may have what was acknowledged in memory alone.
-        while not self._await_all_persisted():
-            pass
+        # After a failover, the new node may have what was acknowledged in memory alone. All is
+        # asked again then, after a pause.
+        self._connection.ask(lambda _: self._await_all_persisted())
         return self.seqnos()
 
-    def _await_all_persisted(self) -> bool:
-        """Waits until all is on disk that the bucket has now; False if a partition has begun
-        another history meanwhile."""
-        is_persisted = True
-        for numbers in self.seqnos().values():
-            if numbers.persisted_seq < numbers.high_seq:
-                is_persisted &= self._connection.ask(partial(_await_persisted, numbers))
-        return is_persisted
+    def _await_all_persisted(self) -> None:
+        """Waits until all is on disk that the bucket has now.
+
+        Raises:
+            BrokenError: A partition has begun another history meanwhile.
+        """
+        changed_partitions = [
+            numbers.partition
+            for numbers in self.seqnos().values()
+            if numbers.persisted_seq < numbers.high_seq
+            and not self._connection.ask(partial(_await_persisted, numbers))
+        ]
+        if changed_partitions:
+            raise BrokenError(f"partition {changed_partitions[0]} has begun another history")
 
     def seqnos_at_time(self, time: datetime) -> Mapping[int, int]:
         partitions = tuple(self.wait_until_persisted())

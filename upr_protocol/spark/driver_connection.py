@@ -11,7 +11,7 @@ from typing import Final, TypeVar
 from upr_protocol.client import Address, BlockingClient
 from upr_protocol.client.core.retry import RetryState
 from upr_protocol.errors import BrokenError, ServerError, Status, UprError
-from upr_protocol.spark.errors import as_pipeline_error
+from upr_protocol.spark.errors import PipelineError, as_pipeline_error
 
 T = TypeVar("T")
 
@@ -47,7 +47,7 @@ class DriverConnection:
         """Asks, and asks again while that may help. The log says once that the server is away.
 
         Args:
-            question: Asks by means of a client.
+            question: Asks by means of a client. It may ask this connection, too.
 
         Raises:
             ServerError: A refusal of `ANSWERS`.
@@ -61,6 +61,8 @@ class DriverConnection:
                 if self.client is None:
                     self.client = BlockingClient(self._address, identity=DRIVER)
                 return question(self.client)
+            except PipelineError:
+                raise
             except TimeoutError as error:
                 failure: UprError = BrokenError(str(error))
             except UprError as error:
