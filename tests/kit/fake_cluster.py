@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+import msgspec
 import trio
 
 from tests.kit.fake_net import FakeNet
@@ -71,6 +72,17 @@ class FakeCluster:
         )
         self.tell(self.nets if tell is None else tell)
         return self.map
+
+    def create_again(
+        self, active: str, *, revision: int, names: Iterable[str] | None = None
+    ) -> None:
+        """On those nodes, by default on all, the bucket was deleted and created again, with all
+        partitions active at one node."""
+        assignments = (Assignment(active=active),) * len(self.map.partitions)
+        self.map = msgspec.structs.replace(self.map, revision=revision, partitions=assignments)
+        for name in self.nets if names is None else names:
+            self.server(name).map = self.map
+            self.nets[name].cut()
 
     def tell(self, names: Iterable[str]) -> None:
         """Gives nodes the newest map."""

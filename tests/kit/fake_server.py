@@ -447,6 +447,9 @@ class FakeConnection:
         self._end(message.partition, Status.STREAM_CLOSED)
 
     def _on_getmap(self, message: GetMap) -> None:
+        if message.bucket not in self._server.buckets:
+            self._refuse(message, Status.NO_BUCKET)
+            return
         document = "" if self._server.map is None else self._server.map.encode()
         self.session.send(MapReply(self._server.map_revision, document, opaque=message.opaque))
 

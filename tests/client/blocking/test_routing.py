@@ -75,6 +75,19 @@ def test_requests_go_where_the_map_says(nodes: ThreadedCluster) -> None:
             client(nodes, "upr://a/b", retry_timeout_s=0.1).connect()
 
 
+def test_a_bucket_that_was_created_again_is_found_by_its_new_map(nodes: ThreadedCluster) -> None:
+    """Its map begins again with a low revision."""
+    with client(nodes) as kv:
+        while nodes.cluster.map.revision < 4:
+            nodes.move({0: Assignment(active="b")})
+        for key in KEYS:
+            kv.set(key, "1")
+        nodes.thread.call(lambda: nodes.cluster.create_again("c", revision=2))
+        for key in KEYS:
+            kv.set(key, "2")
+        assert [item and item.value for item in kv.get_many(KEYS)] == [b"2"] * 60
+
+
 def test_batches_follow_their_partitions(nodes: ThreadedCluster) -> None:
     with client(nodes, "upr://nobody,b/b") as kv:
         assert all(isinstance(result, WriteResult) for result in kv.apply(increments(300)))

@@ -71,6 +71,72 @@ def test_an_older_map_changes_nothing_and_a_newer_revision_makes_it_stale() -> N
     assert metadata.holders(P0, PartitionState.ACTIVE) == [node("a")]
 
 
+THREE_NODES = [ADDRESS.of_node(f"{name}:{port}") for name, port in (("a", 1), ("b", 2), ("c", 3))]
+CREATED_AGAIN = map_with(2, Assignment(active="b"), Assignment(active="c"))
+OTHER = map_with(3, Assignment(active="b"), Assignment(active="c"))
+
+
+@pytest.mark.parametrize("last_answer", [CREATED_AGAIN, OTHER, None])
+def test_a_map_that_no_node_has_any_more_gives_way_to_an_older_one(
+    last_answer: PartitionMap | None,
+) -> None:
+    metadata = ClusterMetadata(ADDRESS)
+    metadata.update(TWO)
+    answers = [CREATED_AGAIN, CREATED_AGAIN, last_answer]
+    changes = [
+        metadata.learn(node, answer) for node, answer in zip(THREE_NODES, answers, strict=True)
+    ]
+    assert changes == [False, False, True]
+    assert metadata.map == (last_answer or CREATED_AGAIN)
+    assert metadata.newest_revision == metadata.revision
+    # The bucket's next map counts as usual.
+    assert metadata.learn(THREE_NODES[0], map_with(4, Assignment(), Assignment()))
+
+
+@pytest.mark.parametrize("holder", range(3))
+def test_a_map_that_one_node_has_stays(holder: int) -> None:
+    metadata = ClusterMetadata(ADDRESS)
+    metadata.update(TWO)
+    for _ in range(2):
+        for index, node in enumerate(THREE_NODES):
+            assert not metadata.learn(node, TWO if index == holder else CREATED_AGAIN)
+    assert metadata.map == TWO
+
+
+def test_answers_from_before_a_revision_do_not_count_against_it() -> None:
+    metadata = ClusterMetadata(ADDRESS)
+    metadata.update(TWO)
+    for node in THREE_NODES[:2]:
+        metadata.learn(node, CREATED_AGAIN)
+    newer_map = map_with(4, Assignment(active="a"), Assignment(active="c"))
+    assert metadata.learn(THREE_NODES[2], newer_map)
+    assert not metadata.learn(THREE_NODES[2], CREATED_AGAIN)
+    assert metadata.map == newer_map
+    metadata.forget_answers()
+    for node in THREE_NODES[:2]:
+        assert not metadata.learn(node, CREATED_AGAIN)
+    assert metadata.learn(THREE_NODES[2], CREATED_AGAIN)
+
+
+def test_a_bucket_that_no_node_has_keeps_its_map() -> None:
+    metadata = ClusterMetadata(ADDRESS)
+    metadata.update(TWO)
+    for node in THREE_NODES:
+        assert not metadata.learn(node, None)
+    assert metadata.map == TWO
+
+
+def test_a_revision_that_no_node_has_any_more_is_not_waited_for() -> None:
+    metadata = ClusterMetadata(ADDRESS)
+    metadata.note_revision(9)
+    assert metadata.learn(THREE_NODES[0], TWO)
+    assert metadata.is_stale
+    for node in THREE_NODES[1:]:
+        metadata.learn(node, TWO)
+    assert metadata.map == TWO
+    assert not metadata.is_stale
+
+
 def test_the_map_of_another_bucket_is_an_error() -> None:
     with pytest.raises(RemoteProtocolError, match=r"'flights'.*'other'"):
         partition_map_of(

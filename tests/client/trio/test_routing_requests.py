@@ -327,3 +327,47 @@ async def test_a_lease_is_not_renewed_at_a_node_that_is_not_active_any_more(
         await client.seqnos()
         lease = await client.renew_lease(7, time_to_live_s=60)
         assert [leased.partition for leased in lease.ranges] == [1, 2, 4, 5]
+
+
+@pytest.mark.parametrize("url", [URL, "upr://c/b"])
+@pytest.mark.parametrize("revision", [2, 4])
+async def test_a_bucket_that_was_created_again_is_found_by_its_new_map(
+    cluster: FakeCluster, autojump_clock: MockClock, revision: int, url: str
+) -> None:
+    """Its map begins again with a low revision, or has the same one by now."""
+    async with connect(url, dial=cluster.dial) as client:
+        while cluster.map.revision < 4:
+            cluster.move({0: Assignment(active="b")})
+        for key in KEYS:
+            await client.set(key, "1")
+        cluster.create_again("c", revision=revision)
+        await trio.sleep(1)
+        for key in KEYS:
+            await client.set(key, "2")
+        assert trio.current_time() < 2
+        # From there on the higher revision counts again.
+        cluster.move({0: Assignment(active="b")})
+        for key in KEYS:
+            await client.set(key, "3")
+    assert cluster.open == 0
+
+
+async def test_an_older_map_does_not_count_while_a_node_may_have_the_newer_one(
+    cluster: FakeCluster, autojump_clock: MockClock
+) -> None:
+    key, other_key = key_of(cluster, 0), key_of(cluster, 2)
+    async with connect(URL, dial=cluster.dial, retry_timeout_s=5) as client:
+        while cluster.map.revision < 4:
+            cluster.move({0: Assignment(active="b")})
+        await client.set(key, "1")
+        # The active node of partition 2 has the newer map, though it does not answer for a while.
+        cluster.create_again("a", revision=2, names="ab")
+        for is_down in (False, True, False):
+            cluster.nets["c"].down = is_down
+            cluster.nets["c"].cut()
+            with pytest.raises((BrokenError, ServerError)):
+                await client.set(key, "2")
+        await client.set(other_key, "2")
+        cluster.create_again("a", revision=2)
+        await client.set(key, "3")
+        await client.set(other_key, "3")

@@ -16,7 +16,7 @@ from upr_protocol.address import Address
 from upr_protocol.client.blocking.connection import BlockingConnection, SocketOptions
 from upr_protocol.client.core.metadata import ClusterMetadata, partition_map_of
 from upr_protocol.client.core.retry import MAP_WAIT_S_MAX, Backoff
-from upr_protocol.errors import BrokenError, UprError
+from upr_protocol.errors import BrokenError, Status, UprError
 from upr_protocol.ids import PartitionId, PartitionState
 from upr_protocol.wire import GetMap, MapReply
 
@@ -99,7 +99,7 @@ class BlockingConnectionPool:
         self._connections[host] = connection
         self.metadata.note_revision(connection.handshake.map_revision)
         if self.metadata.is_stale:
-            self._ask_map(connection)
+            self._ask_map(host, connection)
         return connection
 
     def holder(self, partition: PartitionId) -> Address | None:
@@ -112,7 +112,7 @@ class BlockingConnectionPool:
 
     # The map.
 
-    def _ask_map(self, connection: BlockingConnection) -> None:
+    def _ask_map(self, node: Address, connection: BlockingConnection) -> None:
         opaque = connection.session.new_opaque()
         connection.session.send(GetMap(self.metadata.address.bucket, opaque=opaque))
         deadline = self._options.clock() + _MAP_TIMEOUT_S
@@ -120,8 +120,9 @@ class BlockingConnectionPool:
             if message.opaque == opaque:
                 if isinstance(message, MapReply):
                     partition_map = partition_map_of(message, self.metadata.address.bucket)
-                    if partition_map is not None:
-                        self.metadata.update(partition_map)
+                    self.metadata.learn(node, partition_map)
+                elif message.status == Status.NO_BUCKET:
+                    self.metadata.learn(node, None)
                 return
 
     def refresh(self, map_revision: int = 0) -> float:
@@ -138,19 +139,20 @@ class BlockingConnectionPool:
         metadata.note_revision(map_revision)
         if metadata.is_single_node or clock() < self._next_round_at:
             return self._next_round_at
-        revision = metadata.revision
+        map_before = metadata.map
+        metadata.forget_answers()
         timeout_s = min(_MAP_TIMEOUT_S, self._options.connect_timeout_s)
         options = attrs.evolve(self._options, connect_timeout_s=timeout_s)
         for address in metadata.known_nodes():
             with suppress(UprError):
                 connection = BlockingConnection(attrs.evolve(address, bucket=""), options)
                 try:
-                    self._ask_map(connection)
+                    self._ask_map(address, connection)
                 finally:
                     connection.close()
-            if metadata.revision > revision and not metadata.is_stale:
+            if metadata.map is not map_before and not metadata.is_stale:
                 break
-        if metadata.revision > revision:
+        if metadata.map is not map_before:
             self._waits.reset()
             self._down.clear()
         self._next_round_at = clock() + self._waits.next_wait_s()

@@ -2,6 +2,14 @@
 
 While no node has told of a map, the metadata takes the bucket for one that lies on a single node,
 the one at the user's address. Callers see no difference: that node holds every partition.
+
+Of two maps the one with the higher revision counts, with one exception. The map of a bucket that
+was deleted and created again begins with a low revision, and nothing in it says that the bucket is
+another one. But a node never goes back to an older map, unless the bucket was deleted there, or
+restored from a backup. So if every node of the newest map has answered, and none of them has that
+map any more, then the map is of a bucket that is gone, and the newest of the answers counts. While
+one of the nodes does not answer, the map stays: an older one may come from a node that has missed a
+failover.
 """
 
 from __future__ import annotations
@@ -52,13 +60,15 @@ class ClusterMetadata:
         newest_revision: The newest revision that some node has said it has. An older map is stale.
     """
 
-    __slots__ = ("_by_map", "address", "map", "newest_revision")
+    __slots__ = ("_by_map", "_older_answers", "address", "map", "newest_revision")
 
     def __init__(self, address: Address, *, by_map: bool = True) -> None:
         self.address = address
         self.map: PartitionMap | None = None
         self.newest_revision = 0
         self._by_map = by_map
+        # What those nodes have answered that do not have the newest map, since it is the newest.
+        self._older_answers: dict[Address, PartitionMap | None] = {}
 
     @property
     def revision(self) -> int:
@@ -77,8 +87,9 @@ class ClusterMetadata:
 
     def note_revision(self, revision: int) -> None:
         """Notes the revision that a node says it has; 0 when it holds the bucket alone."""
-        if self._by_map:
-            self.newest_revision = max(self.newest_revision, revision)
+        if self._by_map and revision > self.newest_revision:
+            self.newest_revision = revision
+            self._older_answers.clear()
 
     def update(self, partition_map: PartitionMap) -> bool:
         """Takes in a node's map of the bucket; whether it replaces the one before."""
@@ -86,6 +97,46 @@ class ClusterMetadata:
             return False
         self.map = partition_map
         self.note_revision(partition_map.revision)
+        return True
+
+    def learn(self, node: Address, partition_map: PartitionMap | None) -> bool:
+        """Takes in what a node answers that was asked for its map.
+
+        Args:
+            node: The node.
+            partition_map: Its map of the bucket; None if it has no map, or no such bucket.
+
+        Returns:
+            Whether another map counts now.
+        """
+        is_newer = partition_map is not None and self.update(partition_map)
+        has_newest_map = not self.is_stale and partition_map == self.map
+        if has_newest_map or self.is_single_node:
+            self._older_answers.pop(node, None)
+            return is_newer
+        self._older_answers[node] = partition_map
+        return (self._is_map_gone() and self._begin_anew()) or is_newer
+
+    def forget_answers(self) -> None:
+        """Forgets which nodes have older maps: they answered long ago."""
+        self._older_answers.clear()
+
+    def _is_map_gone(self) -> bool:
+        """Whether no node has the newest map any more."""
+        if self.map is None:
+            nodes = self.address.each_node()
+        else:
+            nodes = [self.address.of_node(node) for node in self.map.nodes.values()]
+        return self._older_answers.keys() >= set(nodes)
+
+    def _begin_anew(self) -> bool:
+        """Takes the newest of the older maps; False if there is none."""
+        older_maps = list(filter(None, self._older_answers.values()))
+        if not older_maps:
+            return False
+        self.map = max(older_maps, key=lambda older_map: older_map.revision)
+        self.newest_revision = self.map.revision
+        self._older_answers.clear()
         return True
 
     def known_nodes(self) -> list[Address]:

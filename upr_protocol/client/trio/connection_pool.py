@@ -124,7 +124,8 @@ class _Node(ConnectionHandler, Generic[H]):
     def received(self, message: Message) -> None:
         if isinstance(message, MapReply):
             self.map_request.is_open = False
-            self.pool.learn_map(message)
+            assert self.connection is not None, "it has sent a message"
+            self.pool.learn_map(self.connection.address, message)
         else:
             self.handler.received(message)
 
@@ -298,14 +299,15 @@ class ConnectionPool(Generic[H]):
         self._check_located()
         node.handler.connected(connection)
 
-    def learn_map(self, reply: MapReply) -> None:
-        """A node told its map.
+    def learn_map(self, node: Address, reply: MapReply | None) -> None:
+        """A node told its map, or has no such bucket.
 
         Raises:
             RemoteProtocolError: The answer is not a valid map of the bucket.
         """
-        partition_map = partition_map_of(reply, self.metadata.address.bucket)
-        if partition_map is not None and self.metadata.update(partition_map):
+        bucket = self.metadata.address.bucket
+        partition_map = None if reply is None else partition_map_of(reply, bucket)
+        if self.metadata.learn(node, partition_map):
             self.router.note_map_changed()
             self._refresher.note_map_changed()
             self._route()

@@ -24,8 +24,8 @@ from upr_protocol.client.trio.connection import (
     TrioOptions,
     open_connection,
 )
-from upr_protocol.errors import UprError
-from upr_protocol.wire import GetMap, MapReply, Message
+from upr_protocol.errors import Status, UprError
+from upr_protocol.wire import GetMap, MapReply, Message, Refusal
 
 ROUNDS_RESET_S: Final = 2.0
 """So long after the last round was due, the waits between rounds are short again."""
@@ -36,6 +36,9 @@ node, rounds of asking follow each other faster."""
 
 MAP_ANSWER_TIMEOUT_S: Final = 2.0
 """How long an answer may take before the node counts as gone."""
+
+MapReceiver = Callable[[Address, MapReply | None], None]
+"""Is given a node's answer; None if the node does not have the bucket."""
 
 
 @attrs.define
@@ -73,15 +76,14 @@ class MapConnection(ConnectionHandler):
     Args:
         address: The node, and the bucket.
         options: How to connect.
-        on_map: Called with each answer; what it raises ends the connection.
+        on_map: Called with the node and each answer, None for a refusal because it has no such
+            bucket; what it raises ends the connection.
 
     Attributes:
         scope: Cancel it to close the connection.
     """
 
-    def __init__(
-        self, address: Address, options: TrioOptions, on_map: Callable[[MapReply], None]
-    ) -> None:
+    def __init__(self, address: Address, options: TrioOptions, on_map: MapReceiver) -> None:
         self.scope = trio.CancelScope()
         self._address = address
         self._options = options
@@ -118,10 +120,12 @@ class MapConnection(ConnectionHandler):
         self.ask()
 
     def received(self, message: Message) -> None:
-        # A refusal is an answer, too: the node does not have the bucket.
+        # A refusal is an answer, too.
         self._request.is_open = False
         if isinstance(message, MapReply):
-            self._on_map(message)
+            self._on_map(self._address, message)
+        elif isinstance(message, Refusal) and message.status == Status.NO_BUCKET:
+            self._on_map(self._address, None)
 
     def lost(self, error: UprError) -> None:  # noqa: ARG002  the next round connects anew
         self._is_over = True
@@ -153,6 +157,7 @@ class MapRefresher:
             return False
         if now >= self.next_round_at + ROUNDS_RESET_S:
             self._waits.reset()
+            self._metadata.forget_answers()
         self.is_requested = False
         self.next_round_at = now + self._waits.next_wait_s()
         return True
@@ -169,7 +174,7 @@ class MapRefresher:
     def ask_others(
         self,
         excluded: Container[Address],
-        on_map: Callable[[MapReply], None],
+        on_map: MapReceiver,
         nursery: trio.Nursery,
     ) -> None:
         """Asks every known node that was not asked, each on a connection of its own. Calls `on_map`
