@@ -23,7 +23,7 @@ from upr_protocol.client.operator import (
     wait_caught_up,
 )
 from upr_protocol.spark.errors import PipelineError
-from upr_protocol.spark.publication import WriteCounts, attempt_of, writer_id
+from upr_protocol.spark.publication import WriteCounts, attempt_of, job_of_write, writer_id
 from upr_protocol.spark.write_options import BATCH_BYTES_MIN, WriteOptions
 from upr_protocol.spark.writer import WriteTask
 
@@ -108,6 +108,33 @@ def test_an_attempt_that_was_overtaken(new_bucket: NewBucket) -> None:
     with pytest.raises(PipelineError, match=r"UPR_SUPERSEDED.*stop"):
         run(url, attempt_of(1_700_000_000, 10))
     assert mutations(url) == ROWS
+
+
+def test_what_is_left_of_a_write_inside_foreach_batch_is_refused_if_the_write_has_a_name(
+    new_bucket: NewBucket,
+) -> None:
+    """A batch runs again while a task of its first run is left on an executor that has lost its
+    driver. Without a name, the server cannot tell that task from one of a later write."""
+    url = new_bucket(1)
+    options = WriteOptions.parse({"url": url}, SCHEMA, overwrite=False)
+
+    def write(job: str, attempt: int, value: str) -> None:
+        batch = pa.record_batch({"key": ["key"], "value": [value]})
+        WriteTask(options, writer_id(job.encode(), 0), attempt).write(iter([batch]))
+
+    def value() -> bytes:
+        with BlockingClient(url) as client:
+            item = client.get("key")
+        assert item is not None
+        return item.value
+
+    write(job_of_write("orders/1"), 2, "batch 1")
+    write(job_of_write("orders/2"), 3, "batch 2")
+    with pytest.raises(PipelineError, match="UPR_SUPERSEDED"):
+        write(job_of_write("orders/1"), 1, "batch 1")
+    assert value() == b"batch 2"
+    write("drawn for the first run", 1, "batch 1")
+    assert value() == b"batch 1"
 
 
 def test_the_writer_id_of_a_task() -> None:
