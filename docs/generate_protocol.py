@@ -104,7 +104,7 @@ from upr_server.net.frame_budget import FRAME_BYTES_PER_S_MIN, FRAME_TIMEOUT_S
 from upr_server.net.handlers.publishing import EVALUATED_BYTES_MAX
 from upr_server.net.server import BUCKETS_TOLD_MAX, CONNECTIONS_TOLD_MAX
 from upr_server.runtime import FAILURES_MAX
-from upr_server.storage.online.leases import BACKFILL_LEASE_S, LAPSED_S
+from upr_server.storage.online.leases import BACKFILL_LEASE_S, EVICTED_LEASES_MAX, LAPSED_S
 
 OF_A_STREAM: Final[frozenset[type[Message]]] = frozenset(STREAM_INPUTS) - {Stream}
 """Messages that carry the opaque of the `Stream` that opened theirs."""
@@ -1120,6 +1120,7 @@ def blocks() -> dict[str, str]:
         "retry_timeout_s": number(round(RETRY_TIMEOUT_S_DEFAULT)),
         "dead_after_intervals": number(DEAD_AFTER_INTERVALS),
         "lapsed_days": number(int(LAPSED_S) // (24 * 3600)),
+        "evicted_leases_max": number(EVICTED_LEASES_MAX),
         "leased_ranges_max": number(limits.LEASED_RANGES_MAX),
         "credit_bytes_min": size(CREDIT_BYTES_MIN),
         "credit_bytes_max": size(CREDIT_BYTES_MAX),

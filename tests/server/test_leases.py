@@ -430,6 +430,51 @@ async def test_lapsed_leases_make_room_for_others(server: Server, clock: Clock) 
             await client.renew_lease(lease_id, time_to_live_s=60)
 
 
+async def test_a_lease_that_made_room_is_not_granted_anew(
+    server: Server, clock: Clock, directory: SimulatedDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its owner would read other rows under its ID."""
+    monkeypatch.setattr(leases, "LEASES_MAX", 2)
+    monkeypatch.setattr(leases, "EVICTED_LEASES_MAX", 3)
+
+    async def acquire(client: Client, lease_id: int, end: int = SEQ_MAX) -> Status:
+        try:
+            ranges = [(0, 0, end)]
+            await client.acquire_lease(ranges, time_to_live_s=60, owner="me", lease_id=lease_id)
+        except ServerError as error:
+            return error.status
+        return Status.OK
+
+    (disk,) = server.catalog.disks.values()
+    async with connect(server.url("b")) as client:
+        await write(client, 1)
+        # The third is a position, of which the owner may put another one.
+        for lease_id, end in ((1, SEQ_MAX), (2, SEQ_MAX), (3, 0), (4, SEQ_MAX), (5, SEQ_MAX)):
+            assert await acquire(client, lease_id, end) is Status.OK
+            clock.now += 61
+        for lease_id in (1, 2):
+            assert await acquire(client, lease_id) is Status.RANGE_GONE
+        assert await acquire(client, 3, 0) is Status.OK
+        assert figures(server) == (1, 1)
+        for simulated_disk in directory.disks["b"]:
+            simulated_disk.crash()
+        async with (
+            running_server(CONFIG, SimulatedStore(directory)) as restarted,
+            connect(restarted.url("b")) as other,
+        ):
+            for lease_id in (1, 2, 4):
+                assert await acquire(other, lease_id) is Status.RANGE_GONE
+        # A fourth one is forgotten for a fifth, and all of them after a week.
+        clock.now += 61
+        assert await acquire(client, 6) is Status.OK
+        assert await acquire(client, 2) is Status.RANGE_GONE
+        clock.now += 61
+        assert await acquire(client, 1) is Status.OK
+        clock.now += 8 * 24 * 3600
+        await disk.leases.delete_lapsed()
+        assert await acquire(client, 2) is Status.OK
+
+
 async def test_lapsed_leases_give_up_their_ranges_to_others(
     server: Server, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -178,7 +178,8 @@ def _not_readable(error: ServerError, options: ReadOptions) -> PipelineError:
             "UPR_RANGE_GONE",
             f"{options.address}: the lease of this DataFrame does not hold its changes any more. "
             f"It had lapsed after {options.lease_s} s (leaseSeconds), and compaction has removed "
-            "some; or another node has become active for a partition. Load it again, or cache it",
+            "some, or other leases needed its place; or another node has become active for a "
+            "partition. Load it again, or cache it",
         )
     if error.status is Status.ROLLBACK_NEEDED:
         return PipelineError(

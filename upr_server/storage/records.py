@@ -322,7 +322,8 @@ class LeaseRecord(msgspec.Struct, frozen=True):
     Attributes:
         lease_id: The lease's ID.
         owner: The name of the client that holds it.
-        ranges: (partition, start, end), start exclusive.
+        ranges: (partition, start, end), start exclusive. Empty if others needed its place after it
+            had lapsed: then it is not whole, and only its ID is remembered.
         time_to_live_s: How long it lives without renewal.
         expires_at: When it lapses without renewal, in seconds since 1970. A lapsed lease protects
             nothing from compaction, but while it is whole its owner can renew it.

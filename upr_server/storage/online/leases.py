@@ -5,6 +5,9 @@ nothing then, but it is remembered, and its owner can renew it while nothing of 
 dropped. So a client that reads a range under a lease gets each time what was there when the lease
 was granted, or the error `RANGE_GONE`.
 
+A lapsed lease may have to make room for others. Then its ID is remembered: under the same ID, a
+client that has the ranges of the old lease would get others.
+
 A lease that is asked for with empty ranges holds nothing: it says where its owner stands. A
 consumer that has put such a lease is listed with its distance, also while it is not connected.
 
@@ -41,11 +44,16 @@ BACKFILL_LEASE_S: Final = 3600.0
 LAPSED_S: Final = 7 * 24 * 3600.0
 """How long a lapsed lease is remembered, unless others need its place."""
 
+EVICTED_LEASES_MAX: Final = 8 * LEASES_MAX
+"""How many leases are remembered by their ID alone, because others needed their places: each takes
+some 100 bytes on disk, and a few hundred in memory. The oldest is forgotten first."""
+
 STEP_RANGES: Final = 2 * 1024
 """Ranges that one step of the statistics looks at: below a millisecond."""
 
 GONE: Final = (
-    "lease {:016x} does not exist, or compaction has dropped some of its range after it lapsed"
+    "lease {:016x} does not exist; or, after it lapsed, compaction has dropped some of its range, "
+    "or others needed its place"
 )
 
 
@@ -72,7 +80,11 @@ class LeaseBook:
         self._bucket = bucket
         self._time = time
         self._new_id = new_id
-        self._leases = {lease.lease_id: lease for lease in leases}
+        by_expiry = sorted(leases, key=attrgetter("expires_at"))
+        self._leases = {lease.lease_id: lease for lease in by_expiry if lease.ranges}
+        # Those that others needed the places of, in the order in which they lapsed: each was the
+        # first of all leases to lapse. They have no ranges any more.
+        self._evicted = {lease.lease_id: lease for lease in by_expiry if not lease.ranges}
         self._backfills: dict[object, tuple[PartitionId, SeqNo, SeqNo]] = {}
         self._broken = 0
 
@@ -107,7 +119,9 @@ class LeaseBook:
     def mark_broken(self, lease_ids: Iterable[int]) -> None:
         """Marks leases of which something was dropped; on disk they are marked already."""
         for lease_id in lease_ids:
-            lease = self._leases[lease_id]
+            lease = self._leases.get(lease_id)
+            if lease is None:
+                continue  # a damaged record of an evicted lease
             self._leases[lease_id] = msgspec.structs.replace(lease, is_whole=False)
             self._broken += 1
 
@@ -146,7 +160,7 @@ class LeaseBook:
             ServerError: `BAD_ARGUMENT`, `LIMIT_REACHED`, `RANGE_GONE`, or `ROLLBACK_NEEDED` if the
                 range has lost tombstones already.
         """
-        if lease_id in self._leases:
+        if lease_id in self._leases or lease_id in self._evicted:
             return await self.renew(lease_id, time_to_live_s)
         # Whoever reads up to what there is, and finds nothing, is not at a position.
         is_position = all(start == end for _, start, end in ranges)
@@ -157,7 +171,7 @@ class LeaseBook:
         self._check(ranges, time_to_live_s)
         _check_owner(owner)
         while self._is_full(len(ranges)):
-            await self._delete_first_lapsed()
+            await self._evict_first_lapsed()
         return await self._put(
             LeaseRecord(
                 lease_id or self._new_id(),
@@ -179,7 +193,7 @@ class LeaseBook:
         leased_count = sum(len(lease.ranges) for lease in self._leases.values())
         return len(self._leases) >= LEASES_MAX or leased_count + range_count > LEASED_RANGES_MAX
 
-    async def _delete_first_lapsed(self) -> None:
+    async def _evict_first_lapsed(self) -> None:
         lease = min(self._leases.values(), key=attrgetter("expires_at"))
         if lease.expires_at > self._time():
             raise ServerError(
@@ -187,8 +201,19 @@ class LeaseBook:
                 f"bucket {self._bucket.name} has {len(self._leases)} leases already, and may have "
                 f"{LEASES_MAX} with {LEASED_RANGES_MAX} ranges in all; release one first",
             )
-        await self._store.ask(DeleteLeases(self._bucket.name, [lease.lease_id]))
+        if lease.is_position:
+            # Under its ID its owner puts other positions.
+            await self._store.ask(DeleteLeases(self._bucket.name, [lease.lease_id]))
+            self._leases.pop(lease.lease_id, None)
+            return
+        evicted = msgspec.structs.replace(lease, owner="", ranges=(), is_whole=False)
+        await self._store.ask(PutLease(self._bucket.name, evicted))
         self._leases.pop(lease.lease_id, None)
+        self._evicted[lease.lease_id] = evicted
+        if len(self._evicted) > EVICTED_LEASES_MAX:
+            oldest_id = next(iter(self._evicted))
+            await self._store.ask(DeleteLeases(self._bucket.name, [oldest_id]))
+            self._evicted.pop(oldest_id, None)
 
     def _check(self, ranges: Sequence[tuple[int, int, int]], time_to_live_s: int) -> None:
         if not 1 <= len(ranges) <= LEASE_RANGES_MAX:
@@ -297,11 +322,16 @@ class LeaseBook:
         over = [
             lease.lease_id for lease in self._leases.values() if lease.expires_at <= lapsed_before
         ]
+        for lease in self._evicted.values():
+            if lease.expires_at > lapsed_before:
+                break
+            over.append(lease.lease_id)
         if over:
             await self._store.ask(DeleteLeases(self._bucket.name, over))
             # Not before: if the disk is full they stay on disk, and compaction must know of them.
             for lease_id in over:
                 self._leases.pop(lease_id, None)
+                self._evicted.pop(lease_id, None)
 
     def statistics(self) -> dict[str, object]:
         """How many leases there are, of each kind."""
