@@ -382,6 +382,35 @@ async def test_small_snapshots_of_an_idle_bucket_become_one(
         cursor.close()
 
 
+async def test_a_bucket_is_deleted_just_as_it_has_something_to_collapse(
+    autojump_clock: trio.testing.MockClock,
+) -> None:
+    """The task that collapses is woken, and finds nothing to do."""
+
+    def make_small_snapshots(name: str) -> Partition:
+        partition = server.catalog.bucket(name).partitions[0]
+        partition.manager.register("slow", SeqNo(0))
+        for _ in range(7):
+            put(partition, b"k")
+            read(partition)
+        partition.manager.consider_short_runs()
+        assert partition.manager.needs_collapse
+        return partition
+
+    async with serving(SimulatedStore(), 1) as server, trio.open_nursery() as nursery:
+        await server.catalog.create_bucket("short-lived", 1, 64 * 1024 * 1024)
+        nursery.start_soon(server.upkeep.run_collapsing)
+        await trio.testing.wait_all_tasks_blocked()
+        make_small_snapshots("short-lived")
+        # As `delete_bucket` does, whose turn may come before that of the task.
+        server.upkeep.remove_bucket(server.catalog.bucket("short-lived"))
+        await server.catalog.delete_bucket("short-lived")
+        partition = make_small_snapshots(BUCKET)
+        await trio.sleep(10)
+        assert len(partition.snapshots) == 2, "it goes on collapsing"
+        nursery.cancel_scope.cancel()
+
+
 async def test_a_reader_that_leaves_as_soon_as_it_has_come_leaves_nothing_behind(
     autojump_clock: trio.testing.MockClock,
 ) -> None:

@@ -99,7 +99,8 @@ class Upkeep:
     async def run_collapsing(self) -> None:
         """Collapses snapshots whenever there are any to collapse, until cancelled."""
         while True:
-            if not self._collapsible:
+            # Woken, it may find nothing: a bucket that was deleted in the same turn is taken out.
+            while not self._collapsible:
                 await self._collapse_wanted.wait()
             bucket = next(iter(self._collapsible))
             if not bucket.collapse_step(COLLAPSE_MUTATIONS):
