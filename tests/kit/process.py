@@ -27,8 +27,9 @@ START_TIMEOUT_S: Final = 60.0
 STOP_TIMEOUT_S: Final = 60.0
 """A slow machine with other work to do is no failure; a hang is."""
 
-CRASH_S: Final = 0.2
-"""How long a server that has gone may take to have an exit code."""
+CRASH_S: Final = 3.0
+"""How long a server that has failed may take to say why and to have an exit code. It closes its
+connections first, and on a busy machine the rest takes a while."""
 
 POLL_S: Final = 0.005
 
