@@ -4,6 +4,7 @@ once. On simulated disks and a mock clock."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any, Final
 
@@ -30,7 +31,10 @@ from upr_protocol.errors import Status
 from upr_protocol.ids import SEQ_MAX, Operation, SeqNo
 from upr_protocol.partition_map import Assignment, PartitionMap
 from upr_protocol.wire import Get, Lease, LeaseAction, Refusal
+from upr_server.app import Server
+from upr_server.config import ServerConfig
 from upr_server.engine import Partition, batch_of
+from upr_server.runtime import System
 from upr_server.storage.calls import (
     Commit,
     DeleteLeases,
@@ -380,6 +384,18 @@ async def test_small_snapshots_of_an_idle_bucket_become_one(
             nursery.cancel_scope.cancel()
         assert len(partition.snapshots) == 2
         cursor.close()
+
+
+async def test_deletions_may_be_kept_for_ever(autojump_clock: trio.testing.MockClock) -> None:
+    config = ServerConfig(identity="a", purge_age_s=math.inf)
+    server = Server(config, SimulatedStore(), System(time=lambda: NOW + trio.current_time()))
+    async with server.recovered_buckets():
+        await server.catalog.create_bucket(BUCKET, 1, 64 * 1024 * 1024)
+        partition = server.catalog.bucket(BUCKET).partitions[0]
+        partition.mutate(batch_of(Chunk.build([Mutation(Operation.DELETE, b"k")])), now=NOW)
+        await trio.sleep(10)
+        assert partition.eviction.indexed == partition.high_seq, "maintenance goes on"
+        assert partition.purge_seq == 0
 
 
 async def test_a_bucket_is_deleted_just_as_it_has_something_to_collapse(

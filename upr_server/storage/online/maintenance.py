@@ -195,7 +195,7 @@ class Maintenance:
                 urgent=is_idle or needs_index,
                 leases=self._leases.held_ranges(),
                 lapsed=self._leases.lapsed_leases(),
-                purge_before_cas=max(0, int((self._time() - self._purge_age_s) * _NANOSECONDS)),
+                purge_before_cas=self._purge_before_cas(),
                 keep_unindexed=0 if needs_index else self.undo_mutations,
             )
         )
@@ -218,6 +218,10 @@ class Maintenance:
         self._progress.notify()
         self._on_progress()
         return step.has_more
+
+    def _purge_before_cas(self) -> int:
+        # The age may be infinite, which no whole number is: then no tombstone is old enough.
+        return int(max(0.0, self._time() - self._purge_age_s) * _NANOSECONDS)
 
     def _note_damage(self, partition: PartitionId, step: MaintenanceStep) -> None:
         """Damage concerns the partition in which it is, and no other."""
