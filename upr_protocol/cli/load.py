@@ -83,7 +83,7 @@ LOAD_BATCH_BYTES: Final = 256 * 1024
 @click.option(
     "--skip-bad-rows",
     is_flag=True,
-    help="Skip and count rows that cannot be read, instead of stopping.",
+    help="Skip and count rows that cannot be read, instead of stopping with exit code 1.",
 )
 @durability_options
 @retry_timeout_option
