@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Generator, Iterable, Mapping
+from ipaddress import IPv6Address
 from typing import Any, Final, TypeVar
+from unicodedata import normalize
 
 import msgspec
 
@@ -29,6 +31,9 @@ NODE_NAME: Final = re.compile(r"[A-Za-z0-9._-]{1,100}")
 
 _PORT: Final = re.compile(r"[0-9]{1,5}")
 _NUMBER: Final = re.compile(r"[0-9]{1,20}")
+
+_NO_NAME: Final = re.compile(r"[\x00-\x20\x7f-\x9f#,/:?@\[\\\]]")
+"""Characters that no host's name has; in an address most of them have a meaning."""
 
 
 class PartitionMapError(UprError, ValueError):
@@ -151,7 +156,8 @@ class PartitionMap(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     Attributes:
         bucket: The bucket.
         revision: Rises with each change, from 1.
-        nodes: Every node's address, `HOST:PORT`, by its name.
+        nodes: Every node's address, `HOST:PORT`, by its name. The host is a name, an IPv4 address,
+            or an IPv6 address in brackets.
         partitions: The assignment of each partition, by its number.
     """
 
@@ -324,6 +330,20 @@ class PartitionMap(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
         _check_sources(assignment)
 
 
+def _is_host(host: str) -> bool:
+    """Whether an `Address` may have this host: a name, an IPv4 address, or an IPv6 address in
+    brackets. Nodes make one of each address of their maps, every few seconds."""
+    if host.startswith("[") and host.endswith("]"):
+        host = host[1:-1]
+        try:
+            IPv6Address(host)
+        except ValueError:
+            return False
+        host = host.replace(":", "")  # what is left may have a zone
+    # Some characters stand for several, as U+2100 for "a/c".
+    return not _NO_NAME.search(normalize("NFKC", host))
+
+
 def _check_node(name: str, address: str) -> None:
     if not NODE_NAME.fullmatch(name):
         raise PartitionMapError(
@@ -335,6 +355,7 @@ def _check_node(name: str, address: str) -> None:
         not 1 <= len(host) <= HOST_CHARACTERS_MAX
         or not _PORT.fullmatch(port)
         or not 0 < int(port) < 1 << 16
+        or not _is_host(host)
     ):
         raise PartitionMapError(f"node {name}: {address[:300]!r} is not HOST:PORT")
     try:

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from upr_protocol.address import Address
 from upr_protocol.ids import HistoryId, PartitionId, PartitionState, SeqNo
 from upr_protocol.limits import BUCKET_NAME_BYTES_MAX, NODES_MAX, PARTITIONS_MAX
 from upr_protocol.partition_map import (
@@ -20,6 +21,7 @@ from upr_protocol.partition_map import (
     PartitionMapError,
     newest_map,
 )
+from upr_protocol.security import UNPROTECTED
 
 NODES = {name: f"host-{name}:12000" for name in "abcd"}
 ACTIVE, REPLICA = PartitionState.ACTIVE, PartitionState.REPLICA
@@ -157,6 +159,14 @@ def test_a_document_of_more_than_a_map_can_have_is_not_parsed(nonsense: str) -> 
         ({"nodes": {"a": "h:\u0661"}}, "not HOST:PORT"),
         ({"nodes": {"a": "h:-1"}}, "not HOST:PORT"),
         ({"nodes": {"a": "h" * 256 + ":1"}}, "not HOST:PORT"),
+        *(
+            ({"nodes": {"a": f"{host}:1"}}, "not HOST:PORT")
+            for host in ("::1", "[::1", "::1]", "[h]", "[::1%a/b]", "http://h", "h/", "u@h", "h h")
+        ),
+        *(
+            ({"nodes": {"a": f"{host}:1"}}, "not HOST:PORT")
+            for host in ("\u2100", "\uff3b::1\uff3d")
+        ),
         # More digits than Python makes a number of.
         ({"nodes": {"a": "h:" + "9" * 5000}}, "not HOST:PORT"),
         ({"partitions": (Assignment(active="x"),)}, "partition 0: the map has no node 'x'"),
@@ -255,7 +265,18 @@ def test_a_map_is_read_and_written_in_steps() -> None:
 
 
 def test_an_address_may_be_ipv6() -> None:
-    map_of(Assignment(active="a"), nodes={"a": "[::1]:12000"}).check()
+    for host in ("[::1]", "[fe80::1%eth0]"):
+        map_of(Assignment(active="a"), nodes={"a": f"{host}:12000"}).check()
+
+
+@given(st.text("ab1.:[]@/?#%\\ \t\0,-_é\u2100\uff0e\uff3b\uff1a\u200b", max_size=6))
+def test_a_node_makes_an_address_of_each_one_that_a_map_may_have(host: str) -> None:
+    try:
+        map_of(Assignment(active="a"), nodes={"a": f"{host}:12000"}).check()
+    except PartitionMapError:
+        return
+    address = Address.of_bucket(f"{host}:12000", "b", UNPROTECTED)
+    assert (address.host, address.port) == (host.strip("[]").lower(), 12000)
 
 
 def test_other_assignments_make_the_next_map() -> None:

@@ -217,3 +217,26 @@ async def test_a_node_that_answers_with_the_map_of_another_bucket_changes_nothin
         with pytest.raises(RemoteProtocolError, match="sent that of 'secret'"):
             await connections.status(THERE)
         assert attacked.partition_maps.all_maps() == []
+
+
+@pytest.mark.parametrize("address", ["::1:12000", "[::1:12000", "a/b:1", "\u2100:1"])
+async def test_a_map_with_an_address_that_is_none_is_refused(
+    network: MemoryNetwork, autojump_clock: MockClock, address: str
+) -> None:
+    """The node asks all addresses of its maps every few seconds."""
+    assignment = Assignment("a", {"z": ""})
+    bad_map = PartitionMap(
+        bucket="b",
+        revision=1,
+        nodes={"a": f"{HOST}:{PORT}", "z": address},
+        partitions=(assignment,) * PARTITIONS,
+    )
+    async with node("a", "b", port=PORT) as server:
+        with pytest.raises(ServerError) as refusal:
+            await server.partition_maps.set_map(0, bad_map.encode())
+        assert refusal.value.status is Status.BAD_ARGUMENT
+        with pytest.raises(ServerError) as refusal:
+            await server.partition_maps.adopt_map_from("b", address)
+        assert refusal.value.status is Status.BAD_ARGUMENT
+        await trio.sleep(10.0)
+        assert not server.partition_maps.revision("b")

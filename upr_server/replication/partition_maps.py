@@ -249,12 +249,12 @@ class PartitionMaps:
             ServerError: `BAD_ARGUMENT` when that node does not answer, or has no map; and what
                 `set_map` raises.
         """
-        node = NodeClient(
-            Address.of_bucket(address, bucket, self.system.security),
-            identity=f"node:{self.node}",
-            dial=self.system.dial,
-        )
         try:
+            node = NodeClient(
+                Address.of_bucket(address, bucket, self.system.security),
+                identity=f"node:{self.node}",
+                dial=self.system.dial,
+            )
             their_map = (await node.status()).map
         except UprError as error:
             raise ServerError(
