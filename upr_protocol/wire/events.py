@@ -2,14 +2,26 @@
 
 from __future__ import annotations
 
-from typing import Any
+from struct import Struct
+from typing import Any, Final
 
 import construct as cs
 
 from upr_protocol.bucket_event import ALL_KINDS, BucketEvent, BucketFate, EventKind
+from upr_protocol.chunk import Buffer
 from upr_protocol.errors import Status
-from upr_protocol.wire.columns import LayoutError, member, octets, row, text, tuple_of
-from upr_protocol.wire.message import CONTROL, Message, Role
+from upr_protocol.wire.columns import (
+    LayoutError,
+    member,
+    member_of,
+    octets,
+    pack_text,
+    row,
+    text,
+    tuple_of,
+    unpack_text,
+)
+from upr_protocol.wire.message import CONTROL, Message, Role, check_end
 
 
 def _decode_kinds(value: int, _: Any) -> EventKind:
@@ -37,6 +49,30 @@ _EVENT = cs.ExprAdapter(
         event.designs,
     ),
 )
+
+_EVENTS: Final = Struct("<QBH")
+_EVENT_NUMBERS: Final = Struct("<QBQH")
+"""What an event has behind the bucket's name; the design documents follow."""
+
+
+def _pack_event(event: BucketEvent) -> bytes:
+    numbers = event.incarnation, event.fate, event.updates, len(event.designs)
+    designs = [bytes((len(design),)) + design for design in event.designs]
+    return b"".join((pack_text(event.bucket), _EVENT_NUMBERS.pack(*numbers), *designs))
+
+
+def _unpack_event(data: bytes, offset: int) -> tuple[BucketEvent, int]:
+    """The event at `offset`, and where it ends, which may be behind the end of `data`."""
+    bucket, offset = unpack_text(data, offset)
+    incarnation, fate, updates, design_count = _EVENT_NUMBERS.unpack_from(data, offset)
+    offset += _EVENT_NUMBERS.size
+    designs: list[bytes] = []
+    for _ in range(design_count):
+        end = offset + 1 + data[offset]
+        designs.append(data[offset + 1 : end])
+        offset = end
+    event = BucketEvent(bucket, incarnation, member_of(BucketFate, fate), updates, tuple(designs))
+    return event, offset
 
 
 class EventsReply(Message, frozen=True):
@@ -69,6 +105,24 @@ class EventsReply(Message, frozen=True):
     batch: int
     everything: bool = False
     events: tuple[BucketEvent, ...] = ()
+
+    # `construct` would hold the server's loop for 37 ms for events of 2,000 buckets.
+
+    def body_buffers(self) -> tuple[Buffer, ...]:
+        head = _EVENTS.pack(self.batch, self.everything, len(self.events))
+        return (b"".join((head, *map(_pack_event, self.events))),)
+
+    @classmethod
+    def unpack_body(cls, body: Buffer) -> tuple[Any, ...]:
+        data = bytes(body)
+        batch, everything, count = _EVENTS.unpack_from(data)
+        offset = _EVENTS.size
+        events: list[BucketEvent] = []
+        for _ in range(count):
+            event, offset = _unpack_event(data, offset)
+            events.append(event)
+        check_end(data, offset)
+        return batch, bool(everything), tuple(events)
 
 
 class NextEvents(Message, frozen=True):
