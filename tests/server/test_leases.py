@@ -408,6 +408,21 @@ async def test_many_leases_are_listed_in_steps(
     assert len(statistics["leases"]["leases"]) == len(statistics["leases"]["consumers"]) == 5
 
 
+async def test_a_bucket_is_deleted_while_its_leases_are_listed(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(leases, "STEP_RANGES", PARTITIONS)
+    async with connect(server.url("b")) as client:
+        await write(client, 1)
+        ranges = [(partition, seq, seq) for partition, seq in enumerate([0] * PARTITIONS)]
+        await client.acquire_lease(ranges, time_to_live_s=60, owner="orders", lease_id=5)
+        steps = server.connections.statistics("b")
+        next(steps)
+        await server.catalog.delete_bucket("b")
+        (row,) = result_of(steps)["leases"]["consumers"]
+        assert row["numbers_behind"] == len(KEYS)
+
+
 async def test_lapsed_leases_make_room_for_others(server: Server, clock: Clock) -> None:
     async with connect(server.url("b")) as client:
         await write(client, 1)

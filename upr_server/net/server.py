@@ -234,16 +234,16 @@ class ConnectionServer:
             bucket = catalog.bucket(bucket_name)
             disk = catalog.disks[bucket]
             book = disk.leases
-            # All but the lists is read first: the bucket may be deleted between the steps.
+            # All but the lists' rows is read first: the bucket may be deleted between the steps.
             of_bucket = {
                 "bucket": bucket_name,
                 **bucket.statistics(),
                 **disk.statistics(),
                 **resources.partition_maps.statistics(bucket_name),
             }
-            leases = book.statistics()
-            leases["leases"] = yield from book.list_held()
-            leases["consumers"] = yield from book.list_consumers()
+            leases, held, consumers = book.statistics(), book.list_held(), book.list_consumers()
+            leases["leases"] = yield from held
+            leases["consumers"] = yield from consumers
             return {**of_bucket, "leases": leases}
         figures: dict[str, object] = {
             "server": {
