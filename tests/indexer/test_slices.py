@@ -416,7 +416,11 @@ async def test_figures_of_an_indexer_whose_slice_has_no_memory(
     monkeypatch.setattr(indexer.slices[0], "statistics", overloaded)
     figures = await indexer.statistics()
     assert figures["connected"] is False
-    assert figures["slices"][0] == {"slice": 0, "connected": False, "failure": "no memory; try again in a second"}
+    assert figures["slices"][0] == {
+        "slice": 0,
+        "connected": False,
+        "failure": "no memory; try again in a second",
+    }
 
 
 async def test_figures_of_an_indexer_whose_slices_do_not_answer(

@@ -419,7 +419,8 @@ async def test_a_bucket_is_deleted_while_its_leases_are_listed(
         steps = server.connections.statistics("b")
         next(steps)
         await server.catalog.delete_bucket("b")
-        (row,) = result_of(steps)["leases"]["consumers"]
+        leases_told: Any = result_of(steps)["leases"]
+        (row,) = leases_told["consumers"]
         assert row["numbers_behind"] == len(KEYS)
 
 

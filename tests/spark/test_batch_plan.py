@@ -82,7 +82,7 @@ def test_a_start_that_has_not_passed_leaves_out_what_others_write_meanwhile(
     options = {"startingTimestamp": (NOW + timedelta(hours=1)).isoformat(), "stability": stability}
     if end_time is not None:
         options["endingTimestamp"] = end_time.isoformat()
-    assert seqs_read(bucket, **options) == []
+    assert seqs_read(bucket, 1, **options) == []
 
 
 def test_a_start_that_has_passed_meanwhile_leaves_out_the_same_rows_each_time() -> None:

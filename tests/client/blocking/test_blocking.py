@@ -357,7 +357,7 @@ def test_a_program_that_was_busy_does_not_take_the_server_for_dead(fake: Threade
 
 
 def test_a_whole_frame_is_handed_out_though_the_connection_ends_in_the_next_one(
-    fake: ThreadedFake,
+    fake: ThreadedFake, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It may be the answer to a request, which is not asked again."""
     server_ends: list[socket.socket] = []
@@ -367,7 +367,7 @@ def test_a_whole_frame_is_handed_out_though_the_connection_ends_in_the_next_one(
         server_ends.append(server_end.dup())
         accept(server_end, budget)
 
-    fake._accept = accept_and_keep  # type: ignore[method-assign]
+    monkeypatch.setattr(fake, "_accept", accept_and_keep)
     connection = BlockingConnection(Address("fake", 12000, "b"), SocketOptions(dial=fake.dial))
     while connection.receive(0.0) is not None:
         pass
