@@ -266,8 +266,8 @@ class Client(KeyOperations[Coroutine[Any, Any, WriteResult]]):
     async def _acquire_new_lease(
         self, ranges: tuple[tuple[int, int, int], ...], time_to_live_s: int, owner: str
     ) -> HeldLease:
-        tries_left = NEW_LEASE_TRIES
-        while True:
+        failure: ServerError | None = None
+        for _ in range(NEW_LEASE_TRIES):
             lease_id = int.from_bytes(os.urandom(8), "little") | 1
             request = LeaseRequest(ranges, time_to_live_s, owner, lease_id)
             try:
@@ -275,12 +275,12 @@ class Client(KeyOperations[Coroutine[Any, Any, WriteResult]]):
             except ServerError as error:
                 if error.status is not Status.RANGE_GONE:
                     raise
-                # A partition has moved to a node that had granted its other part already.
-                with suppress(UprError):
-                    await self.release_lease(lease_id)
-                tries_left -= 1
-                if not tries_left:
-                    raise
+                failure = error
+            # A partition has moved to a node that had granted its other part already.
+            with suppress(UprError):
+                await self.release_lease(lease_id)
+        assert failure is not None
+        raise failure
 
     async def renew_lease(self, lease_id: int, *, time_to_live_s: int) -> HeldLease:
         """Lets a lease last for so long from now, even if it has lapsed.

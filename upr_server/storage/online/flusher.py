@@ -410,18 +410,17 @@ async def take_answers(partition: Partition, through: SeqNo) -> list[bytes]:
     `through`, in steps: strings of rows, as `PartitionWrite` has them. After a cancellation some
     are lost: the caller must be one that writes nothing more then."""
     answers, strings = partition.repeated_batches.answers, list[bytes]()
-    step_count = step_bytes = 0
-    while True:
+    count, step_count, step_bytes = STRING_ANSWERS, 0, 0
+    while count == STRING_ANSWERS:
         rows, count = answers.take_unsaved(through, STRING_ANSWERS)
         if rows:
             strings.append(rows)
-        if count < STRING_ANSWERS:
-            return strings
         step_count += count
         step_bytes += len(rows)
         if step_count >= STEP_ANSWERS or step_bytes >= STEP_BYTES:
             step_count = step_bytes = 0
             await trio.lowlevel.checkpoint()
+    return strings
 
 
 def record_of(partition: Partition, high: SeqNo) -> PartitionRecord:
