@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import _ssl
+import ctypes
 import ssl
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import pytest
 import trio
@@ -30,7 +33,13 @@ from upr_protocol.transport import (
     write_all,
 )
 from upr_protocol.transport.socket_io import unsent
-from upr_protocol.transport.tls_link import HANDSHAKE_BYTES_MAX, WRITE_BYTES, WRITE_BYTES_MAX
+from upr_protocol.transport.tls_link import (
+    FED_RECORDS,
+    HANDSHAKE_BYTES_MAX,
+    IDLE_RECORDS_MAX,
+    WRITE_BYTES,
+    WRITE_BYTES_MAX,
+)
 from upr_protocol.wire import Hello
 
 
@@ -144,6 +153,55 @@ def test_one_read_decrypts_a_bounded_number_of_records(certificates: Certificate
         counts.append(len(server.read_bytes(5000)))
     assert sum(counts) == 2000
     assert max(counts) < 600
+
+
+def change_keys(link: TlsLink, *, ask: bool) -> bytes:
+    """A record with which a link changes its keys, and asks for other keys of its peer. Python's
+    `ssl` has no call for that, so OpenSSL is asked for it."""
+    try:
+        library = ctypes.CDLL(_ssl.__file__)
+        change, handshake = library.SSL_key_update, library.SSL_do_handshake
+    except AttributeError:
+        pytest.skip("OpenSSL's functions are not to be had in this build of Python")
+    change.argtypes, handshake.argtypes = [ctypes.c_void_p, ctypes.c_int], [ctypes.c_void_p]
+    # Behind the head of every object, and a reference, there is OpenSSL's connection.
+    python_object: Any = link._object
+    place = id(python_object._sslobj) + object.__basicsize__ + ctypes.sizeof(ctypes.c_void_p)
+    connection = ctypes.c_void_p.from_address(place)
+    assert change(connection, int(ask)) == 1
+    assert handshake(connection) == 1
+    return link.take_outgoing()
+
+
+@pytest.mark.parametrize("ask", [False, True])
+def test_a_peer_that_does_nothing_but_change_its_keys_is_given_up(
+    certificates: Certificates, ask: bool
+) -> None:
+    """One read of such records took 50 ms, and what was to be answered had no bound."""
+    client, server = linked(certificates)
+    flood = b"".join(change_keys(client, ask=ask) for _ in range(2000))
+    server.feed(flood)
+    with pytest.raises(TlsError, match=rf"has sent {FED_RECORDS} TLS records without data"):
+        server.read_bytes(1000)
+    assert len(server.take_outgoing()) <= 30 * FED_RECORDS
+
+
+def test_a_peer_that_sends_data_may_change_its_keys(certificates: Certificates) -> None:
+    """However the records are cut on their way, and though one read does not take all of them."""
+    client, server = linked(certificates)
+    wire, received = bytearray(), bytearray()
+    for index in range(IDLE_RECORDS_MAX):
+        wire += change_keys(client, ask=index % 2 == 0)
+        for _ in range(10):
+            wire += b"".join(client.encrypt([b"x"]))
+            client.note_sent([b"x"])
+    for size in (1, 2, 3, 7, 100, 1000, len(wire)):
+        piece = bytes(wire[:size])
+        del wire[:size]
+        server.feed(piece)
+        while server.has_undecrypted:
+            received += server.read_bytes(1000)
+    assert len(received) == 10 * IDLE_RECORDS_MAX
 
 
 def test_a_handshake_that_takes_too_much_is_refused(certificates: Certificates) -> None:
