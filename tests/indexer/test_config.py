@@ -113,7 +113,7 @@ def test_several_nodes_may_be_named() -> None:
         ({"undo_mutations": "0"}, "undo_mutations"),
         ({"log_level": "loud"}, "log_level"),
         ({"log_format": "xml"}, "log_format"),
-        ({"colour": "red"}, "colour"),
+        ({"colour": "red"}, "colour|UPR_INDEXER_COLOUR"),
     ],
 )
 def test_a_bad_setting_is_refused_by_name(settings: dict[str, str], message: str) -> None:

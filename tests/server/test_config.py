@@ -41,6 +41,12 @@ def test_each_source_overrides_the_one_before(tmp_path: Path) -> None:
     assert (config.listen, config.identity) == ("h:3", "")
 
 
+def test_a_variable_that_names_no_setting_is_refused() -> None:
+    """As Kubernetes sets it beside a service called `upr-server`."""
+    with pytest.raises(ConfigError, match="variable UPR_SERVER_PORT names no setting"):
+        load_config(None, {"UPR_SERVER_PORT": "tcp://10.0.0.1:12000"}, {})
+
+
 def test_text_from_the_environment_is_converted() -> None:
     config = load_config(
         None, {"UPR_SERVER_QUOTA_BYTES": "7000000", "UPR_SERVER_SHUTDOWN_DEADLINE_S": "0.5"}, {}

@@ -54,6 +54,10 @@ def load_settings(
     for variable, text in environment.items():
         name = variable.removeprefix(prefix).lower()
         if variable.startswith(prefix) and name != "config" and name not in ignored:
+            if name not in kind.__struct_fields__:
+                raise ConfigError(
+                    f"invalid configuration: the environment variable {variable} names no setting"
+                )
             settings[name] = text
     settings |= {name: value for name, value in options.items() if value is not None}
     try:
