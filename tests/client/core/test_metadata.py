@@ -76,6 +76,11 @@ CREATED_AGAIN = map_with(2, Assignment(active="b"), Assignment(active="c"))
 OTHER = map_with(3, Assignment(active="b"), Assignment(active="c"))
 
 
+def learn(metadata: ClusterMetadata, node: Address, answer: PartitionMap | None) -> bool:
+    """A node answers at once."""
+    return metadata.learn(node, answer, metadata.newest_revision)
+
+
 @pytest.mark.parametrize("last_answer", [CREATED_AGAIN, OTHER, None])
 def test_a_map_that_no_node_has_any_more_gives_way_to_an_older_one(
     last_answer: PartitionMap | None,
@@ -84,13 +89,13 @@ def test_a_map_that_no_node_has_any_more_gives_way_to_an_older_one(
     metadata.update(TWO)
     answers = [CREATED_AGAIN, CREATED_AGAIN, last_answer]
     changes = [
-        metadata.learn(node, answer) for node, answer in zip(THREE_NODES, answers, strict=True)
+        learn(metadata, node, answer) for node, answer in zip(THREE_NODES, answers, strict=True)
     ]
     assert changes == [False, False, True]
     assert metadata.map == (last_answer or CREATED_AGAIN)
     assert metadata.newest_revision == metadata.revision
     # The bucket's next map counts as usual.
-    assert metadata.learn(THREE_NODES[0], map_with(4, Assignment(), Assignment()))
+    assert learn(metadata, THREE_NODES[0], map_with(4, Assignment(), Assignment()))
 
 
 @pytest.mark.parametrize("holder", range(3))
@@ -99,7 +104,7 @@ def test_a_map_that_one_node_has_stays(holder: int) -> None:
     metadata.update(TWO)
     for _ in range(2):
         for index, node in enumerate(THREE_NODES):
-            assert not metadata.learn(node, TWO if index == holder else CREATED_AGAIN)
+            assert not learn(metadata, node, TWO if index == holder else CREATED_AGAIN)
     assert metadata.map == TWO
 
 
@@ -107,32 +112,45 @@ def test_answers_from_before_a_revision_do_not_count_against_it() -> None:
     metadata = ClusterMetadata(ADDRESS)
     metadata.update(TWO)
     for node in THREE_NODES[:2]:
-        metadata.learn(node, CREATED_AGAIN)
+        learn(metadata, node, CREATED_AGAIN)
     newer_map = map_with(4, Assignment(active="a"), Assignment(active="c"))
-    assert metadata.learn(THREE_NODES[2], newer_map)
-    assert not metadata.learn(THREE_NODES[2], CREATED_AGAIN)
+    assert learn(metadata, THREE_NODES[2], newer_map)
+    assert not learn(metadata, THREE_NODES[2], CREATED_AGAIN)
     assert metadata.map == newer_map
     metadata.forget_answers()
     for node in THREE_NODES[:2]:
-        assert not metadata.learn(node, CREATED_AGAIN)
-    assert metadata.learn(THREE_NODES[2], CREATED_AGAIN)
+        assert not learn(metadata, node, CREATED_AGAIN)
+    assert learn(metadata, THREE_NODES[2], CREATED_AGAIN)
+
+
+def test_an_answer_that_a_newer_one_has_overtaken_does_not_count() -> None:
+    """A node that is busy is asked on another connection, too. Its older map would lead back to a
+    node that was failed over."""
+    metadata = ClusterMetadata(ADDRESS)
+    metadata.update(CREATED_AGAIN)
+    asked_revision = metadata.newest_revision
+    assert learn(metadata, THREE_NODES[2], TWO)
+    assert not metadata.learn(THREE_NODES[2], CREATED_AGAIN, asked_revision)
+    for node in THREE_NODES[:2]:
+        assert not learn(metadata, node, CREATED_AGAIN)
+    assert metadata.map == TWO
 
 
 def test_a_bucket_that_no_node_has_keeps_its_map() -> None:
     metadata = ClusterMetadata(ADDRESS)
     metadata.update(TWO)
     for node in THREE_NODES:
-        assert not metadata.learn(node, None)
+        assert not learn(metadata, node, None)
     assert metadata.map == TWO
 
 
 def test_a_revision_that_no_node_has_any_more_is_not_waited_for() -> None:
     metadata = ClusterMetadata(ADDRESS)
     metadata.note_revision(9)
-    assert metadata.learn(THREE_NODES[0], TWO)
+    assert learn(metadata, THREE_NODES[0], TWO)
     assert metadata.is_stale
     for node in THREE_NODES[1:]:
-        metadata.learn(node, TWO)
+        learn(metadata, node, TWO)
     assert metadata.map == TWO
     assert not metadata.is_stale
 

@@ -113,16 +113,16 @@ class BlockingConnectionPool:
     # The map.
 
     def _ask_map(self, node: Address, connection: BlockingConnection) -> None:
-        opaque = connection.session.new_opaque()
+        opaque, asked_revision = connection.session.new_opaque(), self.metadata.newest_revision
         connection.session.send(GetMap(self.metadata.address.bucket, opaque=opaque))
         deadline = self._options.clock() + _MAP_TIMEOUT_S
         while (message := connection.receive(deadline)) is not None:
             if message.opaque == opaque:
                 if isinstance(message, MapReply):
                     partition_map = partition_map_of(message, self.metadata.address.bucket)
-                    self.metadata.learn(node, partition_map)
+                    self.metadata.learn(node, partition_map, asked_revision)
                 elif message.status == Status.NO_BUCKET:
-                    self.metadata.learn(node, None)
+                    self.metadata.learn(node, None, asked_revision)
                 return
 
     def refresh(self, map_revision: int = 0) -> float:

@@ -67,7 +67,8 @@ class ClusterMetadata:
         self.map: PartitionMap | None = None
         self.newest_revision = 0
         self._by_map = by_map
-        # What those nodes have answered that do not have the newest map, since it is the newest.
+        # What those nodes have answered that do not have the newest map. They were asked when it
+        # was known already.
         self._older_answers: dict[Address, PartitionMap | None] = {}
 
     @property
@@ -99,12 +100,13 @@ class ClusterMetadata:
         self.note_revision(partition_map.revision)
         return True
 
-    def learn(self, node: Address, partition_map: PartitionMap | None) -> bool:
+    def learn(self, node: Address, partition_map: PartitionMap | None, asked_revision: int) -> bool:
         """Takes in what a node answers that was asked for its map.
 
         Args:
             node: The node.
             partition_map: Its map of the bucket; None if it has no map, or no such bucket.
+            asked_revision: `newest_revision` when it was asked.
 
         Returns:
             Whether another map counts now.
@@ -113,6 +115,10 @@ class ClusterMetadata:
         has_newest_map = not self.is_stale and partition_map == self.map
         if has_newest_map or self.is_single_node:
             self._older_answers.pop(node, None)
+            return is_newer
+        if asked_revision != self.newest_revision:
+            # It may have taken the newest map since: answers overtake each other if a node is asked
+            # on several connections.
             return is_newer
         self._older_answers[node] = partition_map
         return (self._is_map_gone() and self._begin_anew()) or is_newer

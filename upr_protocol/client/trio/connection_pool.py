@@ -116,7 +116,7 @@ class _Node(ConnectionHandler, Generic[H]):
         is being connected to tells its revision by itself."""
         if self.connection is None:
             return not self.is_down
-        return self.map_request.send(self.connection, self.address.bucket, _BUSY_ANSWER_TIMEOUT_S)
+        return self.map_request.send(self.connection, self.pool.metadata, _BUSY_ANSWER_TIMEOUT_S)
 
     def connected(self, connection: TrioConnection) -> None:
         self.pool.connected(self, connection)
@@ -125,7 +125,7 @@ class _Node(ConnectionHandler, Generic[H]):
         if isinstance(message, MapReply):
             self.map_request.is_open = False
             assert self.connection is not None, "it has sent a message"
-            self.pool.learn_map(self.connection.address, message)
+            self.pool.learn_map(self.connection.address, message, self.map_request.revision)
         else:
             self.handler.received(message)
 
@@ -299,15 +299,16 @@ class ConnectionPool(Generic[H]):
         self._check_located()
         node.handler.connected(connection)
 
-    def learn_map(self, node: Address, reply: MapReply | None) -> None:
-        """A node told its map, or has no such bucket.
+    def learn_map(self, node: Address, reply: MapReply | None, asked_revision: int) -> None:
+        """A node told its map, or has no such bucket. It was asked when `asked_revision` was the
+        newest that was known.
 
         Raises:
             RemoteProtocolError: The answer is not a valid map of the bucket.
         """
         bucket = self.metadata.address.bucket
         partition_map = None if reply is None else partition_map_of(reply, bucket)
-        if self.metadata.learn(node, partition_map):
+        if self.metadata.learn(node, partition_map, asked_revision):
             self.router.note_map_changed()
             self._refresher.note_map_changed()
             self._route()

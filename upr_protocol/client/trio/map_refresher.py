@@ -37,8 +37,9 @@ node, rounds of asking follow each other faster."""
 MAP_ANSWER_TIMEOUT_S: Final = 2.0
 """How long an answer may take before the node counts as gone."""
 
-MapReceiver = Callable[[Address, MapReply | None], None]
-"""Is given a node's answer; None if the node does not have the bucket."""
+MapReceiver = Callable[[Address, MapReply | None, int], None]
+"""Is given a node's answer, None if the node does not have the bucket; and the newest revision that
+was known when it was asked."""
 
 
 @attrs.define
@@ -48,12 +49,14 @@ class MapRequest:
     Attributes:
         asked_at: When the node was asked last; `-inf` for never.
         is_open: Whether it still owes an answer.
+        revision: The newest revision that was known when it was asked last.
     """
 
     asked_at: float = -math.inf
     is_open: bool = False
+    revision: int = 0
 
-    def send(self, connection: TrioConnection, bucket: str, timeout_s: float) -> bool:
+    def send(self, connection: TrioConnection, metadata: ClusterMetadata, timeout_s: float) -> bool:
         """Asks, unless the node owes an answer.
 
         Returns:
@@ -63,10 +66,11 @@ class MapRequest:
         if self.is_open:
             return now < self.asked_at + timeout_s
         try:
-            connection.send(GetMap(bucket, opaque=connection.session.new_opaque()))
+            opaque = connection.session.new_opaque()
+            connection.send(GetMap(metadata.address.bucket, opaque=opaque))
         except UprError:
             return False
-        self.asked_at, self.is_open = now, True
+        self.asked_at, self.is_open, self.revision = now, True, metadata.newest_revision
         return True
 
 
@@ -75,17 +79,25 @@ class MapConnection(ConnectionHandler):
 
     Args:
         address: The node, and the bucket.
+        metadata: Says which revision is the newest.
         options: How to connect.
-        on_map: Called with the node and each answer, None for a refusal because it has no such
-            bucket; what it raises ends the connection.
+        on_map: Called with each answer, None for a refusal because the node has no such bucket;
+            what it raises ends the connection.
 
     Attributes:
         scope: Cancel it to close the connection.
     """
 
-    def __init__(self, address: Address, options: TrioOptions, on_map: MapReceiver) -> None:
+    def __init__(
+        self,
+        address: Address,
+        metadata: ClusterMetadata,
+        options: TrioOptions,
+        on_map: MapReceiver,
+    ) -> None:
         self.scope = trio.CancelScope()
         self._address = address
+        self._metadata = metadata
         self._options = options
         self._on_map = on_map
         self._connection: TrioConnection | None = None
@@ -113,7 +125,7 @@ class MapConnection(ConnectionHandler):
             return False
         if self._connection is None:
             return trio.current_time() < self._request.asked_at + MAP_ANSWER_TIMEOUT_S
-        return self._request.send(self._connection, self._address.bucket, MAP_ANSWER_TIMEOUT_S)
+        return self._request.send(self._connection, self._metadata, MAP_ANSWER_TIMEOUT_S)
 
     def connected(self, connection: TrioConnection) -> None:
         self._connection = connection
@@ -123,9 +135,9 @@ class MapConnection(ConnectionHandler):
         # A refusal is an answer, too.
         self._request.is_open = False
         if isinstance(message, MapReply):
-            self._on_map(self._address, message)
+            self._on_map(self._address, message, self._request.revision)
         elif isinstance(message, Refusal) and message.status == Status.NO_BUCKET:
-            self._on_map(self._address, None)
+            self._on_map(self._address, None, self._request.revision)
 
     def lost(self, error: UprError) -> None:  # noqa: ARG002  the next round connects anew
         self._is_over = True
@@ -185,6 +197,6 @@ class MapRefresher:
                 continue
             if connection is not None:
                 connection.scope.cancel()
-            connection = MapConnection(address, self._options, on_map)
+            connection = MapConnection(address, self._metadata, self._options, on_map)
             self._connections[address] = connection
             nursery.start_soon(connection.run)
