@@ -28,6 +28,9 @@ T = TypeVar("T")
 NODE_TIMEOUT_S: Final = 10.0
 """How long a node may take to answer, and to apply a map."""
 
+_MAP_WAIT_S: Final = 0.05
+"""How soon a node that is applying a map is asked again."""
+
 
 @attrs.frozen
 class NodeStatus:
@@ -103,6 +106,7 @@ class NodeClient:
                         return attrs.evolve(status, partitions=tuple(infos))
                 # The node took another map between the handshake, which has the partitions, and its
                 # answer, or is applying one; the partitions may differ under the new map.
+                await trio.sleep(_MAP_WAIT_S)
         raise self._timeout()
 
     async def set_map(self, expected_revision: int, partition_map: PartitionMap) -> None:
