@@ -50,7 +50,7 @@ from upr_protocol.errors import (
 )
 from upr_protocol.ids import Durability, Operation, PartitionId, SeqNo
 from upr_protocol.limits import WINDOW_BYTES_MIN
-from upr_protocol.wire import Message, Mutate, Noop, Stats, StatsReply
+from upr_protocol.wire import Error, Message, Mutate, Noop, Stats, StatsReply
 
 URL = "upr://fake/b"
 ARRIVAL_TIMEOUT_S = 30.0
@@ -214,6 +214,23 @@ def test_a_change_fails_when_no_credit_arrives_in_time(fake: ThreadedFake) -> No
     assert fake.server.contents() == {}
 
 
+def test_a_change_that_waits_for_credit_fails_for_the_servers_reason(fake: ThreadedFake) -> None:
+    fake.server.credit_bytes = 0
+
+    def stop() -> None:
+        fake.server.grant(1000)
+        for connection in fake.server.connections:
+            connection.session.fail(Status.SHUTTING_DOWN, "it stops")
+            connection.wake()
+
+    with client(fake) as kv:
+        kv.seqnos()
+        fake.thread.call(stop)
+        with pytest.raises(ServerError, match="it stops"):
+            kv.set("k", "v")
+    assert fake.server.contents() == {}
+
+
 def test_publish_sends_a_chunk_and_returns_its_answer(fake: ThreadedFake) -> None:
     with client(fake) as kv:
         reply = kv.publish(PartitionId(1), chunk_of_plain_sets([b"a", b"b"], [b"1", b"2"]))
@@ -356,8 +373,24 @@ def test_a_program_that_was_busy_does_not_take_the_server_for_dead(fake: Threade
     connection.close()
 
 
-def test_a_whole_frame_is_handed_out_though_the_connection_ends_in_the_next_one(
-    fake: ThreadedFake, monkeypatch: pytest.MonkeyPatch
+def _frame(message: Message) -> bytes:
+    return b"".join(message.frame_buffers())
+
+
+@pytest.mark.parametrize(
+    ("last_frame", "error", "sentence"),
+    [
+        (_frame(StatsReply("x" * 1000))[:-1], BrokenError, "closed the connection"),
+        (_frame(Error("it stops", "", status=Status.SHUTTING_DOWN)), ServerError, "it stops"),
+    ],
+    ids=["cut", "error"],
+)
+def test_a_whole_frame_is_handed_out_though_the_connection_ends_behind_it(
+    fake: ThreadedFake,
+    monkeypatch: pytest.MonkeyPatch,
+    last_frame: bytes,
+    error: type[Exception],
+    sentence: str,
 ) -> None:
     """It may be the answer to a request, which is not asked again."""
     server_ends: list[socket.socket] = []
@@ -371,11 +404,10 @@ def test_a_whole_frame_is_handed_out_though_the_connection_ends_in_the_next_one(
     connection = BlockingConnection(Address("fake", 12000, "b"), SocketOptions(dial=fake.dial))
     while connection.receive(0.0) is not None:
         pass
-    frames = [b"".join(message.frame_buffers()) for message in (Noop(), StatsReply("x" * 1000))]
-    server_ends[0].sendall(frames[0] + frames[1][:-1])
+    server_ends[0].sendall(_frame(Noop()) + last_frame)
     server_ends[0].shutdown(socket.SHUT_WR)
     assert connection.receive(float("inf")) == Noop()
-    with pytest.raises(BrokenError, match="closed the connection"):
+    with pytest.raises(error, match=sentence):
         connection.receive(float("inf"))
     server_ends[0].close()
 

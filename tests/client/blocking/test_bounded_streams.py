@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.kit.fake_server import FakeServer, put_keys
+from tests.kit.fake_server import FakeConnection, FakeServer, put_keys
 from tests.kit.threaded import ThreadedCluster, ThreadedFake, TrioThread, trio_thread
 from upr_protocol.client import (
     Address,
@@ -208,6 +208,23 @@ def test_a_partition_that_is_refused_at_first_is_asked_for_again(fake: ThreadedF
     bounded = streams(fake, fake.server, retry_timeout_s=60.0)
     assert rows(bounded.events(), bounded.end) == numbers(fake.server)
     assert refused
+
+
+def test_a_server_that_stops_as_it_answers_for_the_streams_is_waited_for(
+    fake: ThreadedFake, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its answers and the end of the connection come together."""
+    answer, last = FakeConnection._on_stream, fake.server.partitions[-1].id
+
+    def answer_and_stop(connection: FakeConnection, message: Stream) -> None:
+        answer(connection, message)
+        if message.partition == last:
+            monkeypatch.undo()
+            connection.session.fail(Status.SHUTTING_DOWN, "it stops")
+
+    monkeypatch.setattr(FakeConnection, "_on_stream", answer_and_stop)
+    bounded = streams(fake, fake.server, retry_timeout_s=60.0)
+    assert rows(bounded.events(), bounded.end) == numbers(fake.server)
 
 
 def test_a_rollback_is_told(fake: ThreadedFake) -> None:

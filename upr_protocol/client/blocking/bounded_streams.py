@@ -107,6 +107,9 @@ class BoundedStreams:
             while not (state.is_finished or follower.failure or follower.refused_streams):
                 message = connection.receive(float("inf"))
                 assert message is not None, "there is no deadline"
+                if connection.failure is not None:
+                    # Nothing can be answered any more. The next connection reads this again.
+                    raise connection.failure
                 for delivery in follower.receive(message):
                     event = delivery.event
                     assert not isinstance(event, RollbackRequest), "nobody here undoes a rollback"

@@ -137,14 +137,19 @@ class BlockingConnection:
 
     def receive(self, deadline: float) -> Message | None:
         """The next message; None when none has arrived by the deadline. With a deadline in the past
-        it reads once.
+        it reads once. Messages that came whole before the end of the connection come first.
 
         Raises:
             BrokenError, ServerError, RemoteProtocolError: The connection is over.
         """
         while not self._inbox:
             is_last = self._clock() >= deadline
-            self._step(deadline)
+            try:
+                self._step(deadline)
+            except UprError:
+                # The next step raises it again.
+                if not self._inbox:
+                    raise
             if is_last and not self._inbox:
                 return None
         return self._inbox.popleft()
@@ -197,22 +202,14 @@ class BlockingConnection:
         return polled_at >= deadline
 
     def _read(self) -> None:
-        """Reads what has come; of a body that is under way also what comes meanwhile. If the
-        connection ends there, messages that came whole are handed out first: the next read finds
-        the same end."""
+        """Reads what has come; of a body that is under way also what comes meanwhile."""
         bytes_left = _READ_BYTES_AT_ONCE
         while bytes_left > 0:
             try:
                 count = self._read_available()
             except BlockingIOError:
                 break
-            except OSError:
-                if self._inbox:
-                    break
-                raise
             if not count:
-                if self._inbox:
-                    break
                 self._fail(BrokenError("the server closed the connection"))
             for message in self.session.messages():
                 self._received(message)

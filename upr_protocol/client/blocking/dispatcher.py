@@ -174,6 +174,9 @@ class BlockingDispatcher:
                 raise calls.over_quota_error(
                     self.connections.metadata.address, self._credit_timeout_s
                 )
+            if connection.failure is not None:
+                # The credit came just before the end.
+                raise connection.failure
 
     # Requests about several partitions.
 
