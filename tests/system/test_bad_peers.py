@@ -22,6 +22,7 @@ from crc32c import crc32c
 
 from tests.kit.bystander import bystanders
 from tests.kit.effort import effort
+from tests.kit.longest_step import check_longest_step, runs_again_if_long
 from tests.kit.mirror import Mirror, assert_same, server_contents
 from tests.kit.peer import Peer, peer, sets
 from tests.kit.placed_keys import key_in
@@ -62,7 +63,10 @@ from upr_protocol.wire import (
     Stream,
 )
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="memory is read from /proc")
+pytestmark = [
+    pytest.mark.skipif(sys.platform != "linux", reason="memory is read from /proc"),
+    runs_again_if_long,
+]
 
 MIB: Final = 1024 * 1024
 LONGEST_TURN_S: Final = 2.0
@@ -114,9 +118,7 @@ async def attacked(
             server.forget_peak()
             yield server
             async with connect(server.url()) as client:
-                figures = (await client.stats())["server"]
-            step_s, task = figures["longest_step_s"], figures["longest_step_task"]
-            assert step_s < step_max_s, f"{task} held the loop for {1000 * step_s:.0f} ms"
+                figures = await check_longest_step(client, step_max_s)
             # A turn serves thousands of peers, each for some milliseconds.
             longest_turn_s = figures["longest_turn_s"]
             assert longest_turn_s < LONGEST_TURN_S, f"the loop was held for {longest_turn_s:.1f} s"
