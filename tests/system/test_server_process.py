@@ -201,7 +201,7 @@ def test_settings_that_cannot_be(tmp_path: Path, command: str, subtests: pytest.
         ("UPR_SERVER_LISTEN", "h:65536", "listen is 'h:65536'; write HOST:PORT"),
         ("UPR_SERVER_LOG_LEVEL", "loud", "'loud' - at `$.log_level`"),
         ("UPR_SERVER_SEND_TIMEOUT_S", "-1", "$.send_timeout_s"),
-        ("UPR_SERVER_COLOUR", "red", "unknown field `colour`"),
+        ("UPR_SERVER_COLOUR", "red", "the environment variable UPR_SERVER_COLOUR names no setting"),
         ("UPR_SERVER_IDENTITY", "\udcff", "identity must be UTF-8"),
         ("UPR_SERVER_CONFIG", str(tmp_path / "none.toml"), "none.toml cannot be read"),
     ):
