@@ -49,9 +49,9 @@ FED_RECORDS: Final = 256
 new keys, which a peer may tell or ask for in every record, take it 10 to 20 µs."""
 
 IDLE_RECORDS_MAX: Final = 100
-DATA_RECORDS: Final = 1000
+DATA_RECORDS: Final = 100_000
 """How many records may come without data, and how many with data allow one more. Peers change their
-keys after millions."""
+keys after millions. A peer that has sent much data must not have saved up a flood."""
 
 _HANDSHAKE: Final = b"\x16"
 """How the first record of a TLS connection begins."""
