@@ -39,6 +39,13 @@ from upr_server.indexer.slice_scanner import NotFreshError
 
 T = TypeVar("T")
 
+
+async def work_for_a_second(function: Callable[[], T]) -> T:
+    """Does work of an index, which takes a second."""
+    await trio.sleep(1)
+    return function()
+
+
 BY_N = IndexDefinition(("n",))
 NOT_PLAIN = IndexDefinition(("n || n",))
 """Its documents are evaluated one by one, and not in columns."""
@@ -299,12 +306,8 @@ async def test_a_scan_of_one_index_does_not_wait_for_the_others_commits(
 ) -> None:
     pool = MemoryPool(POOL_BYTES)
 
-    async def work(function: Callable[[], T]) -> T:
-        await trio.sleep(1)
-        return function()
-
     first, second = CountingFile(), CountingFile()
-    pipeline = Pipeline(pool, work, [_member(first), _member(second)])
+    pipeline = Pipeline(pool, work_for_a_second, [_member(first), _member(second)])
     pipeline.put(_batch(pool, 0, 1000))
     async with trio.open_nursery() as nursery:
         nursery.start_soon(pipeline.run)
@@ -321,13 +324,9 @@ async def test_a_round_begins_with_the_index_that_a_scan_waits_for(
     """A scan at `now` waits for all batches before its barrier, and for its own index only."""
     pool = MemoryPool(POOL_BYTES)
 
-    async def work(function: Callable[[], T]) -> T:
-        await trio.sleep(1)
-        return function()
-
     others, own = [CountingFile(), CountingFile()], CountingFile()
     own_file = cast("IndexFile", own)
-    pipeline = Pipeline(pool, work, [_member(file) for file in (*others, own)])
+    pipeline = Pipeline(pool, work_for_a_second, [_member(file) for file in (*others, own)])
     for partition in range(3):
         pipeline.put(_batch(pool, partition, 1000))
     put_count = pipeline.put_count
@@ -352,13 +351,9 @@ async def test_an_index_that_a_scan_waits_for_takes_its_rounds_first(
     """It goes ahead of the others by `AHEAD_ROUNDS`, and they take all rounds in the end."""
     pool = MemoryPool(64 * ROUND_BYTES)
 
-    async def work(function: Callable[[], T]) -> T:
-        await trio.sleep(1)
-        return function()
-
     others, own = [CountingFile(), CountingFile()], CountingFile()
     own_file = cast("IndexFile", own)
-    pipeline = Pipeline(pool, work, [_member(file) for file in (*others, own)])
+    pipeline = Pipeline(pool, work_for_a_second, [_member(file) for file in (*others, own)])
     for _ in range(rounds_needed):
         pipeline.put(_batch(pool, 0, ROUND_BYTES))
     put_count = pipeline.put_count
@@ -413,12 +408,8 @@ async def test_a_scan_that_ends_leaves_the_order_as_it_was(
 ) -> None:
     pool = MemoryPool(64 * ROUND_BYTES)
 
-    async def work(function: Callable[[], T]) -> T:
-        await trio.sleep(1)
-        return function()
-
     first, own = CountingFile(), CountingFile()
-    pipeline = Pipeline(pool, work, [_member(first), _member(own)])
+    pipeline = Pipeline(pool, work_for_a_second, [_member(first), _member(own)])
     pipeline.put(_batch(pool, 0, ROUND_BYTES))
     with trio.move_on_after(0.5):
         await pipeline.wait_until_applied(1, cast("IndexFile", own))
