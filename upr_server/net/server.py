@@ -241,9 +241,10 @@ class ConnectionServer:
                 **disk.statistics(),
                 **resources.partition_maps.statistics(bucket_name),
             }
-            leases, held, consumers = book.statistics(), book.list_held(), book.list_consumers()
-            leases["leases"] = yield from held
-            leases["consumers"] = yield from consumers
+            leases = book.statistics()
+            lease_rows, consumer_rows = book.list_held(), book.list_consumers()
+            leases["leases"] = yield from lease_rows
+            leases["consumers"] = yield from consumer_rows
             return {**of_bucket, "leases": leases}
         figures: dict[str, object] = {
             "server": {
