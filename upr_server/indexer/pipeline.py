@@ -184,7 +184,9 @@ class Pipeline:
 
     def _rounds_of(self, file: IndexFile) -> int:
         """How many of the rounds under way an index has."""
-        return sum(1 for _ in takewhile(lambda own: own.member_of(file) is None, self._rounds))
+        return sum(
+            1 for _ in takewhile(lambda round_: round_.member_of(file) is None, self._rounds)
+        )
 
     def round_count(self, file: IndexFile) -> int:
         """How many rounds were applied to an index. O(members)."""
@@ -304,28 +306,28 @@ class Pipeline:
         """The index that comes next, and its oldest round; None if all have all rounds."""
         file = self._next_target()
         if file is not None:
-            for own in self._rounds:
-                member = own.member_of(file)
+            for round_ in self._rounds:
+                member = round_.member_of(file)
                 if member is not None:
-                    return own, member
-        own = self._rounds[0]
+                    return round_, member
+        round_ = self._rounds[0]
         # Those that scans wait for come first.
-        awaited = (member for member in own.members if member.file in self._awaited)
-        member = next(awaited, None) or next(iter(own.members), None)
-        return None if member is None else (own, member)
+        awaited_members = (member for member in round_.members if member.file in self._awaited)
+        member = next(awaited_members, None) or next(iter(round_.members), None)
+        return None if member is None else (round_, member)
 
     async def _apply_to_one(self) -> None:
         """Brings one index as far as its oldest round."""
         item = self._next_member()
         if item is None:
             return
-        own, member = item
-        changes = own.changes.of(member.covers)
+        round_, member = item
+        changes = round_.changes.of(member.covers)
         changed = 0
         # An index that was left out stays as it is: it would cost the others 2 µs a document.
         if changes.batches and not member.file.failure:
             changed = await self._work(partial(member.file.apply_changes, changes, member.source))
-        own.members.remove(member)
+        round_.members.remove(member)
         # A scan of this index need not wait for the others.
         self.applied.notify()
         if changed:
