@@ -69,12 +69,50 @@ for steps in range(20):
 print(bytes_in_use() - used)
 """
 
+IN_THREADS: Final = """
+import os
+import threading
+from tests.kit.process import status_of
+from upr_server.runtime.memory_return import keep_heap_small
+
+def resident():
+    return status_of(os.getpid(), "RssAnon")
+
+def work_in_turn():
+    # All threads are there before the first of them works: each could have a heap of its own.
+    threads_here.wait()
+    with turn:
+        large = []
+        for number in range(500):
+            large.append(bytes([number % 256]) * 100_000)
+            small.append(bytes([number % 256]) * 2_000)
+        large.clear()
+    threads_here.wait()
+
+keep_heap_small()
+small = []
+turn = threading.Lock()
+threads_here = threading.Barrier(4)
+before = resident()
+threads = [threading.Thread(target=work_in_turn) for _ in range(4)]
+for thread in threads:
+    thread.start()
+for thread in threads:
+    thread.join()
+print(resident() - before)
+"""
+
 
 def with_holes(script: str) -> list[int]:
     """The numbers that a script prints, in a process whose heap has 200 MB of holes."""
+    return numbers_of(HOLES + script)
+
+
+def numbers_of(script: str) -> list[int]:
+    """The numbers that a script prints, in a process of its own."""
     if platform.libc_ver()[0] != "glibc":
         pytest.skip("glibc's allocator is what this is about")
-    command = [sys.executable, "-c", HOLES + script]
+    command = [sys.executable, "-c", script]
     result = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
     return [int(number) for number in result.stdout.split()]
 
@@ -90,6 +128,12 @@ def test_a_trim_that_is_closed_at_any_step_takes_nothing() -> None:
         pytest.skip("this glibc does not tell how much memory is in use")
     (taken_bytes,) = with_holes(CLOSE)
     assert taken_bytes < MIB
+
+
+def test_memory_that_one_thread_has_freed_is_of_use_to_the_others() -> None:
+    (grown_bytes,) = numbers_of(IN_THREADS)
+    # 50 MB at a time, in four threads; with a heap for each it was 194 MiB.
+    assert grown_bytes < 100 * MIB
 
 
 class Memory:

@@ -16,7 +16,7 @@ from upr_protocol.errors import UprError
 from upr_server.indexer.app import serve
 from upr_server.indexer.config import load_config
 from upr_server.indexer.indexer import SWITCH_INTERVAL_S
-from upr_server.runtime import ConfigError, collect_rarely, set_up_logging
+from upr_server.runtime import ConfigError, collect_rarely, keep_heap_small, set_up_logging
 
 EXIT_FAILED: Final = 1
 
@@ -170,6 +170,7 @@ def main(config_path: Path | None, **options: Any) -> None:
     # A crash in C tells its place on standard error.
     faulthandler.enable(2)
     sys.setswitchinterval(SWITCH_INTERVAL_S)
+    keep_heap_small()
     # The received keys and the documents of a round are many objects, none of them in a cycle.
     collect_rarely()
     try:

@@ -60,15 +60,20 @@ of the loop."""
 
 _M_TRIM_THRESHOLD: Final = -1
 _M_MMAP_THRESHOLD: Final = -3
+_M_ARENA_MAX: Final = -8
 
 
 def keep_heap_small() -> None:
-    """Has glibc keep to `MMAP_THRESHOLD_BYTES`. With another C library nothing happens."""
+    """Has glibc keep to `MMAP_THRESHOLD_BYTES`, and to one heap for all threads: a block that one
+    thread has freed is of use to the others. With a heap for each thread an indexer that caught up
+    took 117 to 137 MiB where its pool had 48; with one 85. With another C library nothing happens.
+    """
     library = ctypes.CDLL(None)
     mallopt = getattr(library, "mallopt", None)
     if mallopt is not None:
         mallopt(_M_MMAP_THRESHOLD, MMAP_THRESHOLD_BYTES)
         mallopt(_M_TRIM_THRESHOLD, 2 * MMAP_THRESHOLD_BYTES)
+        mallopt(_M_ARENA_MAX, 1)
 
 
 def trim() -> Iterator[None]:
