@@ -380,14 +380,16 @@ def _frame(message: Message) -> bytes:
 @pytest.mark.parametrize(
     ("last_frame", "error", "sentence"),
     [
-        (_frame(StatsReply("x" * 1000))[:-1], BrokenError, "closed the connection"),
+        (_frame(StatsReply("x" * 1000))[:-1], BrokenError, "closed the connection|was lost"),
         (_frame(Error("it stops", "", status=Status.SHUTTING_DOWN)), ServerError, "it stops"),
     ],
     ids=["cut", "error"],
 )
+@pytest.mark.parametrize("is_write_refused", [False, True])
 def test_a_whole_frame_is_handed_out_though_the_connection_ends_behind_it(
     fake: ThreadedFake,
     monkeypatch: pytest.MonkeyPatch,
+    is_write_refused: bool,
     last_frame: bytes,
     error: type[Exception],
     sentence: str,
@@ -405,7 +407,9 @@ def test_a_whole_frame_is_handed_out_though_the_connection_ends_behind_it(
     while connection.receive(0.0) is not None:
         pass
     server_ends[0].sendall(_frame(Noop()) + last_frame)
-    server_ends[0].shutdown(socket.SHUT_WR)
+    server_ends[0].shutdown(socket.SHUT_RDWR if is_write_refused else socket.SHUT_WR)
+    if is_write_refused:
+        connection.session.send(Stats("b", opaque=connection.session.new_opaque()))
     assert connection.receive(float("inf")) == Noop()
     with pytest.raises(error, match=sentence):
         connection.receive(float("inf"))

@@ -179,7 +179,7 @@ class BlockingConnection:
         now = self._clock()
         if not self.session.tick(now):
             self._fail(BrokenError("idle timeout: the server was silent for too long"))
-        self._write()
+        self._write_or_read_rest()
         if self._tls is not None and self._tls.link.has_undecrypted:
             self._read()
             return True
@@ -206,17 +206,33 @@ class BlockingConnection:
         bytes_left = _READ_BYTES_AT_ONCE
         while bytes_left > 0:
             try:
-                count = self._read_available()
+                count = self._read_once()
             except BlockingIOError:
                 break
             if not count:
                 self._fail(BrokenError("the server closed the connection"))
-            for message in self.session.messages():
-                self._received(message)
             if self._tls is not None or not self.session.unfinished_body_bytes:
                 break
             bytes_left -= count
-        self._write()
+        self._write_or_read_rest()
+
+    def _read_once(self) -> int:
+        count = self._read_available()
+        for message in self.session.messages():
+            self._received(message)
+        return count
+
+    def _read_rest(self) -> None:
+        """Reads all that has come."""
+        poll = select.poll()
+        poll.register(self.socket, select.POLLIN)
+        has_ended = False
+        while not has_ended:
+            try:
+                has_ended = not self._read_once()
+            except BlockingIOError:
+                # Of an encrypted message, perhaps a part was read.
+                has_ended = not poll.poll(0)
 
     def _received(self, message: Message) -> None:
         if isinstance(message, Error):
@@ -233,6 +249,15 @@ class BlockingConnection:
         if self._tls is not None:
             return self._tls.read_available(self.session, self._scratch, self._clock())
         return read_available(self.socket.fileno(), self.session, self._scratch, self._clock())
+
+    def _write_or_read_rest(self) -> None:
+        """Writes as much as the socket takes at once. If the server has closed the connection, it
+        may have answered before, or have said why: that is read first."""
+        try:
+            self._write()
+        except OSError:
+            self._read_rest()
+            raise
 
     def _write(self) -> None:
         """Writes as much as the socket takes at once."""

@@ -49,6 +49,9 @@ _READ_BYTES_AT_ONCE: Final = 512 * 1024
 _CLOSE_TIMEOUT_S: Final = 2.0
 """How long a peer that does not read may delay closing."""
 
+_READ_REST_TIMEOUT_S: Final = 1.0
+"""Once the connection takes nothing more: how long the reader may take to come to its end."""
+
 
 class ConnectOptions(TypedDict, total=False):
     """How to connect: options that `connect`, `consume`, `publisher` and others have in common.
@@ -237,6 +240,9 @@ class TrioConnection:
         except trio.TooSlowError:
             self.fail(BrokenError("send timeout: the server stopped reading"))
         except (trio.BrokenResourceError, trio.ClosedResourceError) as error:
+            # Before the server closed the connection, it may have answered, or have said why.
+            with trio.move_on_after(_READ_REST_TIMEOUT_S):
+                await self.ended.wait()
             self.fail(BrokenError(f"the connection was lost: {error}"))
         finally:
             self._flushed.set()
