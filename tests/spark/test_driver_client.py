@@ -20,7 +20,7 @@ from upr_protocol.spark import driver_connection
 from upr_protocol.spark.driver_client import BucketDriverClient, acquire_new_lease
 from upr_protocol.spark.errors import PipelineError
 from upr_protocol.spark.read_options import ReadOptions
-from upr_protocol.wire import Await, Message
+from upr_protocol.wire import Await, Lease, LeaseAction, Message
 
 
 def test_a_position_replaces_that_of_another_process(new_bucket: Callable[..., str]) -> None:
@@ -115,3 +115,30 @@ def test_a_new_lease_is_acquired_though_a_partition_moves_meanwhile(
         for name in "ab":
             assert list(nodes.cluster.server(name).leases) == [lease.lease_id]
         driver.close()
+
+
+def test_a_lease_that_a_node_does_not_grant_in_time_is_released_at_the_others(
+    monkeypatch: pytest.MonkeyPatch, waits: list[float]
+) -> None:
+    """It held back their compaction until it ended by itself."""
+    with trio_thread() as thread:
+        nodes = thread.call(lambda: ThreadedCluster(thread, "ab", 4))
+        client = partial(BlockingClient, dial=nodes.dial)
+        monkeypatch.setattr(driver_connection, "BlockingClient", client)
+        options = ReadOptions.parse({"url": "upr://a,b/b", "timeoutSeconds": "60"})
+        driver = BucketDriverClient(options)
+        driver.seqnos()
+        granted: list[int] = []
+
+        def refuse(message: Message) -> Status | None:
+            if not isinstance(message, Lease) or message.action != LeaseAction.ACQUIRE:
+                return None
+            granted.extend(nodes.cluster.server("a").leases)
+            return Status.TIMED_OUT
+
+        thread.call(lambda: setattr(nodes.cluster.server("b"), "refuse", refuse))
+        with pytest.raises(PipelineError, match="timeoutSeconds"):
+            acquire_new_lease(driver, [(partition, 0, SEQ_MAX) for partition in range(4)])
+        driver.close()
+        assert granted
+        assert not nodes.cluster.server("a").leases

@@ -95,18 +95,26 @@ def acquire_new_lease(
 
     Raises:
         ServerError: `ROLLBACK_NEEDED`; `RANGE_GONE` if partitions moved at each try.
+        PipelineError: A node refused, or was away for too long. What others granted is released.
     """
-    tries_left = NEW_LEASE_TRIES
-    while True:
+    failure: ServerError | None = None
+    for _ in range(NEW_LEASE_TRIES):
         lease_id = new_id()
+        is_granted = False
         try:
-            return driver.acquire_lease(lease_id, ranges)
+            lease = driver.acquire_lease(lease_id, ranges)
+            is_granted = True
+            return lease
         except ServerError as error:
-            # Of several nodes, one may have granted its part.
-            driver.release_lease(lease_id)
-            tries_left -= 1
-            if error.status is not Status.RANGE_GONE or not tries_left:
+            if error.status is not Status.RANGE_GONE:
                 raise
+            failure = error
+        finally:
+            if not is_granted:
+                # Of several nodes, one may have granted its part.
+                driver.release_lease(lease_id)
+    assert failure is not None
+    raise failure
 
 
 class BucketDriverClient:
@@ -209,8 +217,7 @@ class BucketDriverClient:
     def release_lease(self, lease_id: int) -> None:
         # It would end by itself: that is not worth waiting for a server that is away.
         with suppress(UprError, TimeoutError):
-            if self._connection.client is not None:
-                self._connection.client.release_lease(lease_id)
+            self._connection.ask_once(lambda client: client.release_lease(lease_id))
 
     def put_position(self, lease_id: int, owner: str, seqs: Mapping[int, int]) -> None:
         ranges = [(partition, seq, seq) for partition, seq in seqs.items()]
@@ -219,8 +226,8 @@ class BucketDriverClient:
             (leased_range.partition, leased_range.start, leased_range.end)
             for leased_range in lease.ranges
         } != set(ranges):
-            # A lease that exists keeps its ranges, and it may not have been released: there was no
-            # connection, or that broke.
+            # A lease that exists keeps its ranges, and it may not have been released: the server
+            # did not answer then.
             self._put(lease_id, owner, ranges)
 
     def _put(

@@ -26,6 +26,9 @@ SILENT_WAIT_S: Final = 0.5
 """A wait that is as long as this is worth a line in the log. Shorter ones come before it: the first
 line comes after about a second."""
 
+ASK_ONCE_TIMEOUT_S: Final = 2.0
+"""How long a server that was away may take to answer what is not worth waiting for."""
+
 
 class DriverConnection:
     """Asks a server; connects at the first question, and again after a lost connection.
@@ -80,6 +83,25 @@ class DriverConnection:
                 _log.warning("%s; trying again for %d s (timeoutSeconds)", failure, self._timeout_s)
                 is_logged = True
             time.sleep(wait_s)  # noqa: TID251  there is no event to wait for
+
+    def ask_once(self, question: Callable[[BlockingClient], T]) -> T:
+        """Asks what is not worth waiting for; where there is no connection, on one of its own.
+
+        Args:
+            question: Asks by means of a client.
+
+        Raises:
+            UprError, TimeoutError: It was refused, or the server does not answer.
+        """
+        if self.client is not None:
+            return question(self.client)
+        with BlockingClient(
+            self._address,
+            identity=DRIVER,
+            timeout_s=ASK_ONCE_TIMEOUT_S,
+            connect_timeout_s=ASK_ONCE_TIMEOUT_S,
+        ) as client:
+            return question(client)
 
     def close(self) -> None:
         """Closes the connection."""
