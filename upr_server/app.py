@@ -21,7 +21,14 @@ from upr_server.engine import Bucket
 from upr_server.events import EventBatch, EventBus
 from upr_server.net import HANDLERS, ConnectionServer
 from upr_server.replication import MapExchange, PartitionMaps, UserExchange
-from upr_server.runtime import AuditLog, BoundListeners, Certificates, System, certificate_files
+from upr_server.runtime import (
+    AuditLog,
+    BoundListeners,
+    Certificates,
+    System,
+    certificate_files,
+    essential,
+)
 from upr_server.storage.api import Store
 from upr_server.storage.calls import TakeEventQueues
 from upr_server.storage.errors import CorruptionError, StoreFailedError
@@ -177,7 +184,7 @@ async def running_server(
     # that connects before it is served waits for that.
     async with system.bind(config.listen) as bound, trio.open_nursery() as nursery:
         server = Server(config, store, system, bus, bound.port, certificates, audit_log)
-        nursery.start_soon(_end_when_failed, store)
+        nursery.start_soon(essential(_end_when_failed), store)
         await server.users.load()
         has_users = not server.users.users.is_open
         config.check_exposure(has_users=has_users)
@@ -271,18 +278,18 @@ async def _accepting(
     # Two nurseries: the inner one stops taking connections, the outer one lets those there are end.
     async with trio.open_nursery() as handlers:
         async with trio.open_nursery() as nursery:
-            nursery.start_soon(server.upkeep.run_collapsing)
-            nursery.start_soon(server.upkeep.run_freeing)
-            nursery.start_soon(server.upkeep.run_expiring)
-            nursery.start_soon(server.upkeep.run_returning_memory)
-            nursery.start_soon(server.connections.resources.frame_budget.run)
-            nursery.start_soon(server.connections.resources.step_writes.run)
-            nursery.start_soon(server.connections.resources.connection_ends.run)
-            nursery.start_soon(server.partition_maps.run)
-            nursery.start_soon(MapExchange(server.partition_maps).run)
-            nursery.start_soon(UserExchange(server.users, server.partition_maps).run)
+            nursery.start_soon(essential(server.upkeep.run_collapsing))
+            nursery.start_soon(essential(server.upkeep.run_freeing))
+            nursery.start_soon(essential(server.upkeep.run_expiring))
+            nursery.start_soon(essential(server.upkeep.run_returning_memory))
+            nursery.start_soon(essential(server.connections.resources.frame_budget.run))
+            nursery.start_soon(essential(server.connections.resources.step_writes.run))
+            nursery.start_soon(essential(server.connections.resources.connection_ends.run))
+            nursery.start_soon(essential(server.partition_maps.run))
+            nursery.start_soon(essential(MapExchange(server.partition_maps).run))
+            nursery.start_soon(essential(UserExchange(server.users, server.partition_maps).run))
             if server.certificates is not None:
-                nursery.start_soon(server.certificates.watch)
+                nursery.start_soon(essential(server.certificates.watch))
             # trio's loop goes on when descriptors run out: it logs the error and waits a moment.
             accept = partial(trio.serve_listeners, handler_nursery=handlers)
             await nursery.start(accept, server.connections.serve, bound.listeners)

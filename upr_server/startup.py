@@ -16,7 +16,7 @@ import trio
 
 from upr_protocol.concurrency import background_nursery, first_failure
 from upr_server.config import ServerConfig
-from upr_server.runtime import AuditLog, is_loopback, run_until_signal
+from upr_server.runtime import AuditLog, essential, is_loopback, run_until_signal
 from upr_server.storage.errors import DiskFullError
 from upr_server.storage.processes import open_store
 
@@ -42,7 +42,7 @@ async def started_server(config: ServerConfig) -> AsyncIterator[Server]:
             running_server(config, store, audit_log=audit_log) as server,
             background_nursery() as nursery,
         ):
-            nursery.start_soon(_collect_young_objects, server)
+            nursery.start_soon(essential(_collect_young_objects), server)
             yield server
 
 

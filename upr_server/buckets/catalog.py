@@ -22,6 +22,7 @@ from upr_server.engine import (
     PartitionImage,
     check_bucket,
 )
+from upr_server.runtime import essential
 from upr_server.storage.api import Store
 from upr_server.storage.calls import (
     CreateBucketFiles,
@@ -347,7 +348,7 @@ class BucketCatalog:
             rest_s=self._rest_s,
             nursery=self._nursery,
         )
-        self._nursery.start_soon(disk.run)
+        self._nursery.start_soon(essential(disk.run))
         self.disks[bucket] = disk
         self._upkeep.add_bucket(disk)
         return disk

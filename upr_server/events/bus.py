@@ -16,6 +16,7 @@ from upr_server.events.feeds import EventFeeds
 from upr_server.events.local_consumer import LocalConsumer
 from upr_server.events.producer import Producer
 from upr_server.events.queues import EventQueues, is_own_consumer
+from upr_server.runtime import essential
 from upr_server.storage.api import Store
 from upr_server.storage.calls import SaveEventQueues, TakeEventQueues
 from upr_server.storage.errors import CorruptionError, StorageError
@@ -85,7 +86,7 @@ class EventBus:
         """Tells consumers, and clears the dead ones, for as long as the context."""
         async with background_nursery() as nursery:
             self._nursery = nursery
-            nursery.start_soon(self._check_health)
+            nursery.start_soon(essential(self._check_health))
             yield
 
     async def next_events(
@@ -120,7 +121,7 @@ class EventBus:
         if consumer is None:
             consumer = LocalConsumer(name, timeout_s, self._queues, self._changed, self._time)
             self._local_consumers[name] = consumer
-            self._nursery.start_soon(consumer.run)
+            self._nursery.start_soon(essential(consumer.run))
         return consumer
 
     async def _check_health(self) -> None:

@@ -114,6 +114,13 @@ class ConnectionServer:
     async def serve(self, stream: trio.abc.HalfCloseableStream) -> None:
         """Serves one connection until it ends; what goes wrong in it stays in it."""
         peer = _peer_of(stream)
+        try:
+            await self._serve(stream, peer)
+        except Exception:
+            # A fault of ours must not take the other connections with it.
+            log.exception("connection failed", peer=peer)
+
+    async def _serve(self, stream: trio.abc.HalfCloseableStream, peer: str) -> None:
         if self._certificates is not None:
             stream = self._certificates.encrypt_stream(stream)
         connection = self.new_connection(stream, peer)
@@ -122,7 +129,7 @@ class ConnectionServer:
             return
         self.connections[connection] = None
         try:
-            await self._run(connection)
+            await connection.run()
         finally:
             self.connections.pop(connection, None)
             connection.context.credit.close()
@@ -130,13 +137,6 @@ class ConnectionServer:
     def new_connection(self, stream: trio.abc.HalfCloseableStream, peer: str) -> AcceptedConnection:
         """A connection that is not served yet."""
         return AcceptedConnection(self.resources, self.handlers, stream, peer)
-
-    async def _run(self, connection: AcceptedConnection) -> None:
-        try:
-            await connection.run()
-        except Exception:
-            # A fault of ours must not take the other connections with it.
-            log.exception("connection failed", peer=connection.peer)
 
     async def _refuse(
         self, connection: AcceptedConnection, stream: trio.abc.HalfCloseableStream
@@ -152,7 +152,7 @@ class ConnectionServer:
         self._being_refused += 1
         try:
             await self._make_sayable(stream)
-            await self._run(connection)
+            await connection.run()
         finally:
             self._being_refused -= 1
 

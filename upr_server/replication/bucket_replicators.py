@@ -12,7 +12,7 @@ from upr_server.replication.local_server import LocalServer
 from upr_server.replication.received_snapshots import ReceivedSnapshots
 from upr_server.replication.replicator import Replicator
 from upr_server.replication.roles import STEP_PARTITIONS, ReplicationSource
-from upr_server.runtime import System
+from upr_server.runtime import System, essential
 from upr_server.storage.errors import DiskFullError
 from upr_server.storage.online.bucket_disk import BucketDisk
 from upr_server.storage.records import PartialRecord
@@ -96,7 +96,7 @@ class BucketReplicators:
                 self._received_snapshots,
                 self._system,
             )
-            nursery.start_soon(replicator.run)
+            nursery.start_soon(essential(replicator.run))
 
     def cancel(self) -> None:
         """Ends all at once: the bucket was deleted."""

@@ -31,7 +31,7 @@ from upr_server.engine import Partition, unpack_result
 from upr_server.replication.local_server import LocalServer, streams_ended
 from upr_server.replication.received_snapshots import PublisherAnswer, ReceivedSnapshots
 from upr_server.replication.roles import STEP_PARTITIONS, ReplicationSource
-from upr_server.runtime import System
+from upr_server.runtime import System, essential
 from upr_server.storage.calls import Commit, FindSnapshotEnd
 from upr_server.storage.chunk_log import PartitionWrite, StoredAnswer
 from upr_server.storage.errors import DiskFullError
@@ -132,9 +132,9 @@ class Replicator:
                     if count % STEP_PARTITIONS == 0:
                         await trio.lowlevel.checkpoint()
                 async with trio.open_nursery() as nursery:
-                    nursery.start_soon(self._write)
+                    nursery.start_soon(essential(self._write))
                     for state in sorted(set(self.source.partitions.values())):
-                        nursery.start_soon(self._follow, state)
+                        nursery.start_soon(essential(self._follow), state)
         finally:
             with trio.CancelScope(shield=True):
                 try:

@@ -8,6 +8,7 @@ from upr_server.runtime.failed_log_ins import (
     FailedLogIns,
     network_of,
 )
+from upr_server.runtime.faults import essential
 from upr_server.runtime.listeners import (
     BoundListeners,
     ListenError,
@@ -48,6 +49,7 @@ __all__ = [
     "certificate_files",
     "collect_only_young",
     "collect_rarely",
+    "essential",
     "is_loopback",
     "keep_heap_small",
     "load_settings",

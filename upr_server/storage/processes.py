@@ -21,6 +21,7 @@ import trio
 from upr_protocol.chunk import Buffer, Chunk
 from upr_protocol.concurrency import Notifier
 from upr_protocol.transport import first_bytes, new_memory, unsent, write_all
+from upr_server.runtime import essential
 from upr_server.storage.api import Store
 from upr_server.storage.calls import ReadChunks, StoreCall
 from upr_server.storage.directory import lock, prepare
@@ -312,9 +313,9 @@ async def open_store(path: Path, *, bytes_max: int = 0) -> AsyncIterator[Process
                     workers.append(reader := await _start_reader(path, bytes_max, descriptor))
                 store = ProcessStore(writer, reader)
                 if reader.slots is not None:
-                    nursery.start_soon(_trim, reader.slots)
-                nursery.start_soon(store.watch, writer)
-                nursery.start_soon(store.watch, reader)
+                    nursery.start_soon(essential(_trim), reader.slots)
+                nursery.start_soon(essential(store.watch), writer)
+                nursery.start_soon(essential(store.watch), reader)
                 yield store
             finally:
                 nursery.cancel_scope.cancel()

@@ -15,6 +15,7 @@ from upr_protocol.concurrency import Notifier
 from upr_protocol.errors import ServerError, Status, UprError
 from upr_protocol.ids import SEQ_MAX, SeqNo, SnapshotKind
 from upr_server.engine import Cursor, CursorItem, Partition, SnapshotEndItem, SnapshotStartItem
+from upr_server.runtime import essential
 from upr_server.storage.calls import FindFirstSnapshotEnd, ReadChunks
 from upr_server.storage.errors import StorageError
 from upr_server.storage.online.bucket_disk import BucketDisk
@@ -117,7 +118,7 @@ class Backfill:
     def start(self) -> None:
         """Starts the task that reads."""
         self._disk.backfills += 1
-        self._disk.nursery.start_soon(self._run)
+        self._disk.nursery.start_soon(essential(self._run))
 
     def take_item(self) -> CursorItem | None:
         """Takes the next item out of the queue; None while the queue is empty."""

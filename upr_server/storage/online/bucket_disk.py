@@ -22,6 +22,7 @@ from upr_server.engine import (
     WriterToken,
     unpack_result,
 )
+from upr_server.runtime import essential
 from upr_server.storage.api import Store
 from upr_server.storage.calls import (
     BucketCall,
@@ -140,7 +141,7 @@ class BucketDisk:
         try:
             with self._scope:
                 async with trio.open_nursery() as nursery:
-                    nursery.start_soon(self.maintenance.run)
+                    nursery.start_soon(essential(self.maintenance.run))
                     try:
                         await self.flusher.run()
                     except DiskFullError as error:
