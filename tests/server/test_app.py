@@ -15,11 +15,13 @@ from upr_protocol.chunk import Chunk, Mutation
 from upr_protocol.client import connect
 from upr_protocol.errors import ServerError, Status
 from upr_protocol.ids import Operation, PartitionState
+from upr_protocol.partition_map import PartitionMap
 from upr_server.app import running_server
 from upr_server.config import BucketConfig, ServerConfig
 from upr_server.engine import Bucket, batch_of
 from upr_server.runtime import System
 from upr_server.storage.calls import Maintain, StoreCall
+from upr_server.storage.chunk_log import ChunkLog
 from upr_server.storage.errors import DataDirectoryError
 from upr_server.storage.online.maintenance import REST_S
 from upr_server.storage.simulated import SimulatedDirectory, SimulatedStore
@@ -208,3 +210,34 @@ class StepCounter(trio.abc.Instrument):
         self._left -= 1
         if self._left == 0:
             self._scope.cancel()
+
+
+@pytest.mark.parametrize(
+    ("address", "bucket", "partition_count", "reason"),
+    [
+        ("http://10.0.0.1:12000", "b", 2, "is not HOST:PORT"),
+        ("10.0.0.1:12000", "other", 2, "it is of bucket 'other'"),
+        ("10.0.0.1:12000", "b", 3, "with 3 partitions, not 2"),
+    ],
+)
+async def test_a_partition_map_that_cannot_be_used_keeps_no_other_bucket_from_being_served(
+    address: str, bucket: str, partition_count: int, reason: str
+) -> None:
+    directory = SimulatedDirectory()
+    buckets = (BucketConfig("a", 2), BucketConfig("b", 2))
+    config = ServerConfig(listen="127.0.0.1:0", buckets=buckets)
+    assert len(await buckets_of(config, directory)) == 2
+    stored_map = PartitionMap.of_one_node(bucket, partition_count, "node", address)
+    log, _ = directory.disks["b"]
+    ChunkLog(log).put_partition_map(stored_map.encode(), ())
+    async with (
+        running_server(config, SimulatedStore(directory)) as server,
+        connect(server.url()) as client,
+    ):
+        assert [row.name for row in await client.list_buckets()] == ["a"]
+        assert reason in server.catalog.damaged["b"]
+        with pytest.raises(ServerError, match="replace it by its dump") as refusal:
+            await client.create_bucket("b", 2)
+        assert refusal.value.status is Status.DAMAGED
+        await client.delete_bucket("b")
+        await client.create_bucket("b", 2)

@@ -13,6 +13,7 @@ import msgspec
 
 from upr_protocol.chunk import LARGE_BYTES, Chunk, Mutation
 from upr_protocol.ids import SeqNo
+from upr_protocol.partition_map import PartitionMap, PartitionMapError
 from upr_server.engine import FetchRequest
 from upr_server.storage.bucket_storage import BucketStorage, MaintenanceStep
 from upr_server.storage.chunk_log import PartitionWrite, StoredAnswer, StoredBucket
@@ -105,11 +106,34 @@ class LoadBuckets(StoreCall[LoadedBuckets], frozen=True):
                 if bucket.record.name != name:
                     # Somebody has copied or renamed the folder.
                     raise CorruptionError(f"its record is that of the bucket {bucket.record.name}")
+                _check_partition_map(bucket)
                 buckets.append(bucket)
             except CorruptionError as error:
                 server.close_bucket(name)
                 damaged[name] = str(error)
         return LoadedBuckets(buckets, damaged, leftovers)
+
+
+def _check_partition_map(bucket: StoredBucket) -> None:
+    """Raises `CorruptionError` if the bucket has a partition map that cannot be used."""
+    if not bucket.partition_map:
+        return
+    name, count = bucket.record.name, bucket.record.partition_count
+    reason = ""
+    try:
+        partition_map = PartitionMap.decode(bucket.partition_map)
+        if (partition_map.bucket, len(partition_map.partitions)) != (name, count):
+            reason = (
+                f"it is of bucket {partition_map.bucket!r} with {len(partition_map.partitions)} "
+                f"partitions, not {count}"
+            )
+    except PartitionMapError as error:
+        reason = str(error)
+    if reason:
+        raise CorruptionError(
+            f"its partition map cannot be used: {reason}; let this node copy the bucket again from "
+            "another node, or replace it by its dump"
+        )
 
 
 class CreateBucketFiles(StoreCall[None], frozen=True):
