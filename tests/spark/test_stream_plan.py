@@ -838,6 +838,52 @@ def test_a_stream_begins_at_a_time() -> None:
 
 
 @pytest.mark.parametrize("stability", ["durable", "any"])
+@pytest.mark.parametrize("limit", [ReadAllAvailable(), ReadMaxRows(2)])
+def test_a_stream_begins_at_a_time_that_has_not_passed(limit: Any, stability: str) -> None:
+    """Also where rows from before that time come while the first batch is planned."""
+    now = datetime(2026, 1, 31, tzinfo=UTC)
+    hour = timedelta(hours=1)
+
+    def write(time: datetime) -> None:
+        for partition_id in range(PARTITIONS):
+            driver.write(partition_id, 0)
+            driver.times[partition_id, driver.partitions[partition_id].high] = time
+            driver.flush(partition_id)
+
+    class BusyDriver(ModelDriverClient):
+        is_busy = False
+
+        def seqnos_at_time(self, time: datetime) -> Mapping[int, int]:
+            seqs = super().seqnos_at_time(time)
+            if self.is_busy:
+                write(now)
+            return seqs
+
+    driver = BusyDriver(PARTITIONS)
+    options = {"startingTimestamp": (now + hour).isoformat(), "stability": stability}
+    write(now)
+    reader = reader_of(driver, partitions=None, **options)
+    first = start = reader.initialOffset()
+    for driver.is_busy in (True, False):
+        write(now)
+        assert reader.latestOffset(start, limit) == start
+    assert not driver.leases
+    for hours in (1, 2):
+        write(now + hours * hour)
+    seqs: list[int] = []
+    while (end := reader.latestOffset(start, limit)) != start:
+        ranges = ranges_of(list(reader.partitions(start, end)))  # type: ignore[arg-type]
+        # Another process finds another beginning, and reads the same rows again.
+        other_reader = reader_of(driver, partitions=None, **options)
+        assert other_reader.initialOffset() != first
+        assert ranges_of(list(other_reader.partitions(start, end))) == ranges  # type: ignore[arg-type]
+        seqs += [seq for _, begin, last, _ in ranges for seq in range(begin + 1, last + 1)]
+        start = end
+    high = driver.partitions[0].high
+    assert sorted(seqs) == sorted([high - 1, high] * PARTITIONS)
+
+
+@pytest.mark.parametrize("stability", ["durable", "any"])
 @pytest.mark.parametrize("now", [False, True])
 def test_a_stream_that_was_away_while_deletions_were_forgotten(stability: str, now: bool) -> None:
     driver = written(2, 10)

@@ -128,6 +128,7 @@ class MicroBatchReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
                 marks_rollback=self._options.marks_rollback,
                 rewinds=self._options.rewinds,
                 new_lease_id=new_lease_id,
+                start_time=self._options.start_time,
             )
         return self._plan
 

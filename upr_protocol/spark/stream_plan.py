@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Mapping
+from datetime import datetime
 from typing import Final, TypeVar
 
 import attrs
@@ -70,6 +71,7 @@ class StreamPlan:
         rewinds: Whether a partition that rolls back goes on from the end of an earlier batch, if
             the offset has one that both histories share; else from 0.
         new_lease_id: Draws a fresh non-zero random number.
+        start_time: Of a stream that begins at a time: this time. It may not have passed.
         clock: Gives the time, in seconds.
     """
 
@@ -82,6 +84,7 @@ class StreamPlan:
         marks_rollback: bool,
         rewinds: bool,
         new_lease_id: Callable[[], int],
+        start_time: datetime | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._driver = driver
@@ -90,6 +93,7 @@ class StreamPlan:
         self._marks_rollback = marks_rollback
         self._rewinds = rewinds
         self._new_lease_id = new_lease_id
+        self._start_time = start_time
         self._age = BacklogAge(clock)
         self._leases: dict[int, None] = {}
         """Leases of this process that are not released, oldest first."""
@@ -169,6 +173,30 @@ class StreamPlan:
             PipelineError: The server cannot be asked; or the stream has to go back, and is not to
                 mark that.
         """
+        if not start.is_initial or self._start_time is None:
+            return self._end_after(start, limits)
+        # If the time has not passed, rows have come since from before it, and more may come while
+        # the batch is planned. What is pinned then is not read: the stream stays where it is.
+        moved_start = self._moved_to_time(start, self._start_time)
+        end = self._end_after(moved_start, limits)
+        if end is moved_start:
+            return start
+        if self._moved_to_time(start, self._start_time) != moved_start:
+            self._release_lease(end.lease_id)
+            return start
+        return end
+
+    def _moved_to_time(self, start: StreamOffset, time: datetime) -> StreamOffset:
+        """The beginning of the stream, behind all rows from before `time` that there are now."""
+        seqs, infos = self._driver.seqnos_at_time(time), self._driver.partition_infos()
+        moved = {
+            partition: PartitionOffset(info.log, SeqNo(seq), SeqNo(seq), SeqNo(seq))
+            for partition, info in infos.items()
+            if (seq := seqs.get(partition, 0)) > start.partition_offset(partition).seq
+        }
+        return attrs.evolve(start, partitions={**start.partitions, **moved})
+
+    def _end_after(self, start: StreamOffset, limits: StreamLimits) -> StreamOffset:
         seqnos = self._driver.seqnos()
         self._age.note_ends(self._available(seqnos))
         partitions = self._after_rollbacks(start, seqnos)
@@ -400,6 +428,10 @@ class StreamPlan:
         if end.lease_id and not _is_mid_snapshot(end.partitions):
             finished_lease_ids.append(end.lease_id)
         for lease_id in finished_lease_ids:
+            self._release_lease(lease_id)
+
+    def _release_lease(self, lease_id: int) -> None:
+        if lease_id:
             self._leases.pop(lease_id, None)
             self._driver.release_lease(lease_id)
 
