@@ -22,6 +22,9 @@ ASK_INTERVAL_S: Final = 2.0
 CONFIRM_INTERVAL_S: Final = 0.25
 """How often all are asked, while this node does not know whether it still is what it was."""
 
+MAPS_TOLD_AT_ONCE: Final = 8
+"""Maps that one node is told at a time. It may take long to apply one, and may have lost many."""
+
 _NOT_LET_IN: Final = frozenset({Status.LOG_IN_NEEDED, Status.LOG_IN_FAILED, Status.NOT_ALLOWED})
 
 log = structlog.get_logger(__name__)
@@ -40,11 +43,15 @@ class MapExchange:
         self._logged: set[str] = set()
         # Nodes that did not answer in this round: waited for once, not again for each bucket.
         self._silent_nodes: set[str] = set()
+        # The buckets whose map is being told, by each node.
+        self._being_told: defaultdict[str, set[str]] = defaultdict(set)
+        self._nursery: trio.Nursery
 
     async def run(self) -> None:
         """Asks the other nodes, for ever."""
         partition_maps = self._partition_maps
         async with trio.open_nursery() as nursery:
+            self._nursery = nursery
             connections = NodeConnections(nursery, self._identity, partition_maps.system)
             while True:
                 self._silent_nodes.clear()
@@ -134,7 +141,7 @@ class MapExchange:
                     )
                 elif status.map is None:
                     if own_map is not None:
-                        await self._tell_own_map(name, host_port, own_map)
+                        self._begin_telling(name, host_port, own_map)
                 elif (
                     own_map is None
                     or status.map == own_map
@@ -150,13 +157,31 @@ class MapExchange:
             if status is None:
                 self._silent_nodes.add(host_port)
         except UprError as error:
-            if isinstance(error, CredentialsError) or (
-                isinstance(error, ServerError) and error.status in _NOT_LET_IN
-            ):
-                # Nobody but an operator can mend it.
-                self._warn_once(f"cannot exchange maps with node {name} at {host_port}: {error}")
-            log.debug("cannot get a partition map", address=host_port, error=str(error))
+            self._log_error(name, host_port, error)
         return None
+
+    def _log_error(self, name: str, host_port: str, error: UprError) -> None:
+        if isinstance(error, CredentialsError) or (
+            isinstance(error, ServerError) and error.status in _NOT_LET_IN
+        ):
+            # Nobody but an operator can mend it.
+            self._warn_once(f"cannot exchange maps with node {name} at {host_port}: {error}")
+        log.debug("cannot exchange a partition map", address=host_port, error=str(error))
+
+    def _begin_telling(self, name: str, host_port: str, own_map: PartitionMap) -> None:
+        """Tells a node a map, beside what else it is asked."""
+        buckets = self._being_told[host_port]
+        if own_map.bucket not in buckets and len(buckets) < MAPS_TOLD_AT_ONCE:
+            buckets.add(own_map.bucket)
+            self._nursery.start_soon(self._tell, name, host_port, own_map)
+
+    async def _tell(self, name: str, host_port: str, own_map: PartitionMap) -> None:
+        try:
+            await self._tell_own_map(name, host_port, own_map)
+        except UprError as error:
+            self._log_error(name, host_port, error)
+        finally:
+            self._being_told[host_port].discard(own_map.bucket)
 
     async def _tell_own_map(self, name: str, host_port: str, own_map: PartitionMap) -> None:
         """Sends a node the map that it has lost with its disk. Until then the node holds the
