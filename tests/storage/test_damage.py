@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
 from random import Random
 from typing import Final
 
@@ -202,6 +203,28 @@ def test_a_damaged_watermark_has_its_partition_indexed_anew() -> None:
     assert bucket.damaged_partitions() == []
     for partition in range(PARTITIONS):
         bucket.check(partition)
+    assert bucket.restart().reindexed == {}
+
+
+def test_an_index_that_is_newer_than_the_log_is_made_anew() -> None:
+    """The files were copied one after the other, or the log was restored alone. The index has keys
+    under numbers that other changes are given now."""
+    bucket = DamagedBucket(Random(4))
+    for partition in range(PARTITIONS):
+        bucket.commit(partition)
+    log_then, model_then = deepcopy(bucket._log), deepcopy(bucket.model)
+    for _ in range(4):
+        bucket.commit(1)
+    assert not bucket.maintain()
+    bucket._log, bucket.model = log_then, model_then
+    reindexed = bucket.restart().reindexed
+    assert reindexed == {1: f"it is at {5 * CHUNK_ROWS}, and the log ends at {CHUNK_ROWS}"}
+    for _ in range(4):
+        for partition in range(PARTITIONS):
+            bucket.commit(partition)
+        assert not bucket.maintain()
+        for partition in range(PARTITIONS):
+            bucket.check(partition)
     assert bucket.restart().reindexed == {}
 
 

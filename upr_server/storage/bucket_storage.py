@@ -168,9 +168,10 @@ class BucketStorage:
     def open(self) -> StoredBucket:
         """Reads what the bucket is, and how its disk is used. O(chunks).
 
-        A partition is indexed anew if the record of how far its index is was damaged: the log has
-        everything that the index has. A partition with a damaged record is left as it is: log and
-        index of it are neither read nor written until `empty`.
+        A partition is indexed anew if the record of how far its index is was damaged, or names more
+        than the log has: the log has everything that the index should have. A partition with a
+        damaged record is left as it is: log and index of it are neither read nor written until
+        `empty`.
 
         Raises:
             CorruptionError: A record that concerns the whole bucket is damaged or missing.
@@ -182,7 +183,9 @@ class BucketStorage:
             _PartitionUsage(
                 partition.record.high,
                 partition.purge_seq,
-                Watermark() if partition.damage else self._watermark(partition_id, reindexed),
+                Watermark()
+                if partition.damage
+                else self._watermark(partition_id, partition.record.high, reindexed),
                 sizes.get(partition_id, 0),
                 partition.damage,
                 is_refused=bool(partition.damage),
@@ -211,16 +214,21 @@ class BucketStorage:
             reindexed=reindexed,
         )
 
-    def _watermark(self, partition: int, reindexed: dict[int, str]) -> Watermark:
-        """How far a partition's index is. If nobody can tell, the index is emptied; why goes into
-        `reindexed`."""
+    def _watermark(self, partition: int, high: SeqNo, reindexed: dict[int, str]) -> Watermark:
+        """How far a partition's index is. If nobody can tell, or it is beyond the log's end at
+        `high`, the index is emptied; why goes into `reindexed`."""
         try:
-            return self.index.watermark(partition)
+            mark = self.index.watermark(partition)
+            if mark.seq <= high:
+                return mark
+            # The log is older than the index: it was copied before, or restored alone. What comes
+            # next would have numbers that the index has already, for other keys.
+            reindexed[partition] = f"it is at {mark.seq}, and the log ends at {high}"
         except CorruptionError as error:
             reindexed[partition] = str(error)
-            while self.index.delete_entries(partition, INDEX_DELETE_KEYS):
-                pass
-            return Watermark()
+        while self.index.delete_entries(partition, INDEX_DELETE_KEYS):
+            pass
+        return Watermark()
 
     def commit(self, writes: Sequence[PartitionWrite]) -> None:
         """Puts whole snapshots on disk; `ChunkLog.commit` says more.
