@@ -18,6 +18,7 @@ from upr_protocol.client import (
 from upr_protocol.errors import BrokenError, ServerError, Status
 from upr_protocol.ids import SEQ_MAX, Operation
 from upr_protocol.partition_map import Assignment
+from upr_protocol.wire import Lease, LeaseAction, Message
 
 URL = "upr://a,b,c/b"
 PARTITIONS = 6
@@ -178,6 +179,29 @@ def test_a_new_lease_begins_anew_when_a_partition_has_moved_meanwhile(
         assert [leased.partition for leased in lease.ranges] == list(range(PARTITIONS))
         for name in "abc":
             assert list(nodes.cluster.server(name).leases) == [lease.lease_id]
+
+
+def test_a_new_lease_that_one_node_does_not_grant_is_released_at_the_others(
+    nodes: ThreadedCluster,
+) -> None:
+    everything = [(partition, 0, SEQ_MAX) for partition in range(PARTITIONS)]
+    granted: list[int] = []
+
+    def refuse(message: Message) -> Status | None:
+        if not isinstance(message, Lease) or message.action != LeaseAction.ACQUIRE:
+            return None
+        granted.extend(nodes.cluster.server("a").leases)
+        return Status.LIMIT_REACHED
+
+    with client(nodes) as kv:
+        kv.seqnos()
+        nodes.thread.call(lambda: setattr(nodes.cluster.server("c"), "refuse", refuse))
+        with pytest.raises(ServerError) as refused:
+            kv.acquire_lease(everything, time_to_live_s=60, owner="o")
+        assert refused.value.status is Status.LIMIT_REACHED
+        assert granted
+        assert not nodes.cluster.server("a").leases
+        assert not nodes.cluster.server("b").leases
 
 
 def test_a_lease_is_released_at_every_node_that_can_be_asked(nodes: ThreadedCluster) -> None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, nullcontext
 
 import pytest
 import trio
@@ -13,10 +14,10 @@ from tests.kit.fake_cluster import FakeCluster
 from tests.kit.fake_server import FakeConnection, FakeServer
 from upr_protocol.client import Client, NotDurableError, connect
 from upr_protocol.client.core.retry import WAIT_S_MAX
-from upr_protocol.errors import BrokenError, ServerError, Status
+from upr_protocol.errors import BrokenError, ServerError, Status, UprError
 from upr_protocol.ids import SEQ_MAX, Durability, PartitionId
 from upr_protocol.partition_map import Assignment
-from upr_protocol.wire import Get, Lease, LeaseReply, Mutate
+from upr_protocol.wire import Get, Lease, LeaseAction, LeaseReply, Message, Mutate
 
 URL = "upr://a,b,c/b"
 KEYS = [f"key-{index}" for index in range(60)]
@@ -310,6 +311,40 @@ async def test_a_new_lease_begins_anew_when_a_partition_has_moved_meanwhile(
         assert [leased.partition for leased in lease.ranges] == list(range(6))
         for name in "abc":
             assert list(cluster.server(name).leases) == [lease.lease_id]
+
+
+@pytest.mark.parametrize("failure", ["refused", "away", "cancelled"])
+async def test_a_new_lease_that_one_node_does_not_grant_is_released_at_the_others(
+    cluster: FakeCluster, autojump_clock: MockClock, failure: str
+) -> None:
+    """Nobody knows its ID, and it would hold back their compaction until it ends by itself."""
+    is_cancelled = failure == "cancelled"
+    granted: list[int] = []
+    server = cluster.server("c")
+
+    def refuse(message: Message) -> Status | None:
+        if not isinstance(message, Lease) or message.action != LeaseAction.ACQUIRE:
+            return None
+        granted.extend(cluster.server("a").leases)
+        return Status.LIMIT_REACHED if failure == "refused" else None
+
+    async with connect(URL, dial=cluster.dial) as client:
+        await client.seqnos()
+        server.refuse = refuse
+        if failure == "away":
+            cluster.kill("c")
+        elif is_cancelled:
+            server.held.add(Lease)
+        with (
+            trio.CancelScope() as scope,
+            nullcontext() if is_cancelled else pytest.raises(UprError),
+        ):
+            scope.deadline = trio.current_time() + 1.0 if is_cancelled else math.inf
+            await client.acquire_lease(EVERYTHING, time_to_live_s=60, owner="o")
+        assert scope.cancelled_caught == is_cancelled
+        assert granted or failure != "refused"
+        assert not cluster.server("a").leases
+        assert not cluster.server("b").leases
 
 
 async def test_a_lease_is_not_renewed_at_a_node_that_is_not_active_any_more(

@@ -21,6 +21,7 @@ from upr_protocol.client.blocking.publisher import BlockingPublisher
 from upr_protocol.client.blocking.trio_thread import dial_in_thread
 from upr_protocol.client.core import calls
 from upr_protocol.client.core.calls import (
+    LEASE_CLEANUP_S,
     NEW_LEASE_TRIES,
     BucketInfo,
     Call,
@@ -276,32 +277,43 @@ class BlockingClient(KeyOperations[WriteResult]):
     def _acquire_new_lease(
         self, ranges: tuple[tuple[int, int, int], ...], time_to_live_s: int, owner: str
     ) -> HeldLease:
-        tries_left = NEW_LEASE_TRIES
-        while True:
+        failure: ServerError | None = None
+        for _ in range(NEW_LEASE_TRIES):
             lease_id = int.from_bytes(os.urandom(8), "little") | 1
             request = LeaseRequest(ranges, time_to_live_s, owner, lease_id)
+            is_granted = False
             try:
-                return self._dispatcher.acquire_lease(request)
+                lease = self._dispatcher.acquire_lease(request)
+                is_granted = True
+                return lease
             except ServerError as error:
+                # A partition has moved to a node that had granted its other part already.
                 if error.status is not Status.RANGE_GONE:
                     raise
-                # A partition has moved to a node that had granted its other part already.
-                with suppress(UprError, TimeoutError):
-                    self.release_lease(lease_id)
-                tries_left -= 1
-                if not tries_left:
-                    raise
+                failure = error
+            finally:
+                if not is_granted:
+                    # Nobody else knows the ID, and a node may have granted its part.
+                    with suppress(UprError, TimeoutError):
+                        self._release_lease(lease_id, LEASE_CLEANUP_S)
+        assert failure is not None
+        raise failure
 
     def renew_lease(self, lease_id: int, *, time_to_live_s: int) -> HeldLease:
         """Lets a lease last for so long from now, even if it has lapsed; see
         `Client.renew_lease`."""
         return self._dispatcher.ask_all_holders(
-            calls.lease(LeaseAction.RENEW, lease_id=lease_id, time_to_live_s=time_to_live_s)
+            calls.lease(LeaseAction.RENEW, lease_id=lease_id, time_to_live_s=time_to_live_s),
+            self._timeout_s,
         )
 
     def release_lease(self, lease_id: int) -> None:
         """Ends a lease. `ServerError` with `BAD_ARGUMENT` if it was released already."""
-        self._dispatcher.ask_all_holders(calls.lease(LeaseAction.RELEASE, lease_id=lease_id))
+        self._release_lease(lease_id, self._timeout_s)
+
+    def _release_lease(self, lease_id: int, timeout_s: float) -> None:
+        call = calls.lease(LeaseAction.RELEASE, lease_id=lease_id)
+        self._dispatcher.ask_all_holders(call, timeout_s)
 
     def await_durable(
         self,

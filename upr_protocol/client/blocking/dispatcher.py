@@ -139,9 +139,12 @@ class BlockingDispatcher:
         sentence = next(filter(None, map(self.connections.explain_no_holder, partitions)), None)
         return BrokenError(sentence) if sentence else None
 
-    def _ask_on(self, connection: BlockingConnection, call: Call[T]) -> T:
+    def _ask_on(
+        self, connection: BlockingConnection, call: Call[T], timeout_s: float | None = None
+    ) -> T:
         """Asks one node, and gives what its answer means."""
-        (answer,) = self._exchange(connection, [call], time.monotonic() + self._timeout_s)
+        timeout_s = self._timeout_s if timeout_s is None else timeout_s
+        (answer,) = self._exchange(connection, [call], time.monotonic() + timeout_s)
         return call.result(calls.check_reply(answer))
 
     def _exchange(
@@ -267,9 +270,13 @@ class BlockingDispatcher:
                 if not self._may_ask_elsewhere(error, deadline):
                     raise
 
-    def ask_all_holders(self, call: Call[HeldLease]) -> HeldLease:
+    def ask_all_holders(self, call: Call[HeldLease], timeout_s: float) -> HeldLease:
         """Asks every node that the map names for a partition about a lease, and merges what they
         hold of it. A node that cannot be asked does not keep the others from being asked.
+
+        Args:
+            call: The request.
+            timeout_s: How long each node may take to answer, and to be reached.
 
         Raises:
             ServerError: No node has the lease. `RANGE_GONE`: or a partition of it has another
@@ -277,7 +284,7 @@ class BlockingDispatcher:
             BrokenError: Some node could not be asked in time, or the connection to it was lost.
             TimeoutError: Some node did not answer.
         """
-        deadline = time.monotonic() + self._timeout_s
+        deadline = time.monotonic() + timeout_s
         count = calls.check_partition_count(self.connect().handshake.partition_count)
         leases: dict[Address, HeldLease] = {}
         refusals: list[ServerError] = []
@@ -293,7 +300,7 @@ class BlockingDispatcher:
                     continue
                 asked_addresses.add(address)
                 try:
-                    leases[address] = self._ask_on(connection, call)
+                    leases[address] = self._ask_on(connection, call, timeout_s)
                 except ServerError as error:
                     refusals.append(error)
                 except (BrokenError, TimeoutError) as error:

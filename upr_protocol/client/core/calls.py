@@ -345,6 +345,10 @@ NEW_LEASE_TRIES: Final = 3
 lease is acquired, to a node that has granted its part already: a lease keeps its ranges. Each try
 knows a newer map than the one before."""
 
+LEASE_CLEANUP_S: Final = 2.0
+"""How long nodes may take to end what they granted of a new lease that another node did not grant.
+It ends by itself, too."""
+
 
 @attrs.frozen
 class LeaseRequest:

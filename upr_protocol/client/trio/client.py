@@ -16,6 +16,7 @@ import trio
 from upr_protocol.address import Address
 from upr_protocol.client.core import calls
 from upr_protocol.client.core.calls import (
+    LEASE_CLEANUP_S,
     NEW_LEASE_TRIES,
     BucketInfo,
     HeldLease,
@@ -251,7 +252,8 @@ class Client(KeyOperations[Coroutine[Any, Any, WriteResult]]):
             owner: The name of its holder, for the server's list of leases.
             lease_id: A random number of your own. Asking again with it makes no second lease: an
                 existing one is renewed with the ranges that it has. 0 draws a number, and another
-                one if partitions move between nodes while the lease is acquired.
+                one if partitions move between nodes while the lease is acquired. If it fails then,
+                or is cancelled, what some nodes have granted is released, within two seconds.
 
         Raises:
             ServerError: `BAD_ARGUMENT`, `LIMIT_REACHED`; `ROLLBACK_NEEDED` when a range is no
@@ -270,15 +272,21 @@ class Client(KeyOperations[Coroutine[Any, Any, WriteResult]]):
         for _ in range(NEW_LEASE_TRIES):
             lease_id = int.from_bytes(os.urandom(8), "little") | 1
             request = LeaseRequest(ranges, time_to_live_s, owner, lease_id)
+            is_granted = False
             try:
-                return await self._dispatcher.acquire_lease(request)
+                lease = await self._dispatcher.acquire_lease(request)
+                is_granted = True
+                return lease
             except ServerError as error:
+                # A partition has moved to a node that had granted its other part already.
                 if error.status is not Status.RANGE_GONE:
                     raise
                 failure = error
-            # A partition has moved to a node that had granted its other part already.
-            with suppress(UprError):
-                await self.release_lease(lease_id)
+            finally:
+                if not is_granted:
+                    # Nobody else knows the ID, and a node may have granted its part.
+                    with suppress(UprError), trio.move_on_after(LEASE_CLEANUP_S, shield=True):
+                        await self.release_lease(lease_id)
         assert failure is not None
         raise failure
 
