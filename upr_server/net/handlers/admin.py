@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Generator, Iterable, Iterator, Mapping
+from typing import Final
 
 import msgspec
 import trio
@@ -19,6 +20,12 @@ from upr_protocol.wire import (
 )
 from upr_server.net.access import SLICE_BUCKETS
 from upr_server.net.request_context import RequestContext, remaining_steps
+
+STEP_ROWS: Final = 128
+"""Buckets or connections whose figures one step encodes, below a millisecond."""
+
+TEXT_LENGTH_MAX: Final = 64 * 1024
+"""A longer text of figures is sent in a step of its own. It may have a megabyte."""
 
 
 def create_bucket(context: RequestContext, request: CreateBucket) -> None:
@@ -74,5 +81,30 @@ def stats(context: RequestContext, request: Stats) -> Iterator[None] | None:
 
 def _tell_statistics(context: RequestContext, request: Stats) -> Iterator[None]:
     statistics = yield from context.statistics_of(request.bucket)
-    text = msgspec.json.encode(statistics, enc_hook=str).decode()
+    text = yield from json_in_steps(statistics)
+    if len(text) > TEXT_LENGTH_MAX:
+        yield
     context.send(StatsReply(text, opaque=request.opaque))
+
+
+def json_in_steps(statistics: Mapping[str, object]) -> Generator[None, None, str]:
+    """Figures as JSON, in steps between which others may have their turn."""
+    parts: dict[str, object] = {}
+    for name, figures in statistics.items():
+        if isinstance(figures, dict):
+            rows = yield from _encoded_rows(figures.values())
+            parts[name] = dict(zip(figures, rows, strict=True))
+        elif isinstance(figures, list):
+            parts[name] = yield from _encoded_rows(figures)
+        else:
+            parts[name] = figures
+    return msgspec.json.encode(parts, enc_hook=str).decode()
+
+
+def _encoded_rows(rows: Iterable[object]) -> Generator[None, None, list[msgspec.Raw]]:
+    encoded_rows: list[msgspec.Raw] = []
+    for row in rows:
+        encoded_rows.append(msgspec.Raw(msgspec.json.encode(row, enc_hook=str)))
+        if len(encoded_rows) % STEP_ROWS == 0:
+            yield
+    return encoded_rows
