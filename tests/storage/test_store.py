@@ -66,6 +66,7 @@ from upr_server.storage.processes import (
 from upr_server.storage.records import BucketRecord, LeaseRecord
 from upr_server.storage.shared_slots import SLOT_BYTES, SLOTS, SlotPool
 from upr_server.storage.simulated import SimulatedDirectory, SimulatedStore
+from upr_server.storage.storage_server import StorageServer
 
 PARTITIONS: Final = 4
 BUCKET: Final = BucketRecord("planes", PARTITIONS, 1 << 20)
@@ -312,6 +313,70 @@ def test_a_bucket_refused_by_a_full_disk_can_be_created_later(tmp_path: Path) ->
         directory.create("b", find_no_room)
     directory.create("b", lambda _log, _index: None)
     assert directory.names() == ["b"]
+
+
+@pytest.mark.parametrize("error_number", [errno.EMFILE, errno.EACCES, errno.ENOSPC])
+def test_a_bucket_whose_files_cannot_be_made_can_be_created_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error_number: int
+) -> None:
+    """Where no descriptor was left, the error was taken for a bug, and the server ended."""
+    prepare(tmp_path)
+    directory = DataDirectory(tmp_path, bytes_max=MAP_BYTES)
+    calls_left = failures = 0
+    sentences: list[str] = []
+
+    def failing(function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*arguments: Any, **options: Any) -> Any:
+            nonlocal calls_left
+            calls_left -= 1
+            if calls_left == 0:
+                raise OSError(error_number, os.strerror(error_number))
+            return function(*arguments, **options)
+
+        return call
+
+    while not directory.names():
+        calls_left = failures + 1
+        with monkeypatch.context() as patch:
+            for place, name in ((os, "open"), (os, "fsync"), (os, "statvfs"), (os, "mkdir")):
+                patch.setattr(place, name, failing(getattr(place, name)))
+            patch.setattr(Path, "rename", failing(Path.rename))
+            try:
+                directory.create("b", lambda _log, _index: None)
+            except DiskFullError:
+                assert error_number == errno.ENOSPC
+            except DataDirectoryError as error:
+                sentences.append(str(error))
+            else:
+                continue
+            failures += 1
+            assert directory.names() == []
+    assert failures >= 8
+    assert len(sentences) == (0 if error_number == errno.ENOSPC else failures)
+    is_told = error_number == errno.EMFILE
+    assert all(("ulimit -n" in sentence) == is_told for sentence in sentences)
+
+
+def test_a_bucket_that_cannot_be_opened_is_not_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prepare(tmp_path)
+    directory = DataDirectory(tmp_path, bytes_max=MAP_BYTES)
+    server = StorageServer(directory)
+    call = CreateBucketFiles(BucketRecord("b", 1, 0, incarnation=1), [record_of(0)])
+
+    def fail(_name: str) -> tuple[OrderedMap, OrderedMap]:
+        raise DataDirectoryError("no addresses are left")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(directory, "open", fail)
+        for _ in range(2):
+            with pytest.raises(DataDirectoryError, match="no addresses"):
+                call.run_on(server)
+            assert directory.names() == []
+    call.run_on(server)
+    assert directory.names() == ["b"]
+    server.close()
 
 
 def test_folders_that_a_crash_left_are_no_buckets_and_are_removed(tmp_path: Path) -> None:

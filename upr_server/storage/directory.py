@@ -153,6 +153,15 @@ def _check_ours(path: Path) -> None:
         raise DataDirectoryError(f"{path} cannot be read: {error.strerror}") from error
 
 
+def _advice(error: OSError) -> str:
+    """What helps where the system refuses to make files."""
+    if error.errno in (errno.EMFILE, errno.ENFILE):
+        return "raise the limit of open files (`ulimit -n`), or delete buckets"
+    if error.errno == errno.ENOTEMPTY:
+        return "a folder of this name is there: move it away, or start the server again"
+    return "give the server's user write permission"
+
+
 def _in_use(path: Path) -> DataDirectoryError:
     return DataDirectoryError(f"{path} is in use by a server; stop it first")
 
@@ -261,8 +270,20 @@ class DataDirectory:
             fill: Writes the first records into its log and index.
 
         Raises:
-            DiskFullError: There is not enough space; nothing is left of the bucket.
+            DiskFullError: There is not enough space.
+            DataDirectoryError: Its files cannot be made.
         """
+        try:
+            self._check_space()
+            self._create(self._path / name, self._path / f".new-{name}", fill)
+        except OSError as error:
+            if error.errno in FULL:
+                raise DiskFullError(f"the disk is full: {error}") from error
+            raise DataDirectoryError(
+                f"{self._path / name} cannot be created: {error.strerror}; {_advice(error)}"
+            ) from error
+
+    def _check_space(self) -> None:
         disk = os.statvfs(self._path)
         free_bytes = disk.f_bavail * disk.f_frsize
         if free_bytes < COMMIT_RESERVE_BYTES:
@@ -272,19 +293,27 @@ class DataDirectory:
                 f"the disk of {self._path} has {free_bytes} bytes left; a new bucket needs "
                 f"{COMMIT_RESERVE_BYTES}"
             )
-        new_path = self._path / f".new-{name}"
-        if new_path.exists():
-            # A crash left it.
-            shutil.rmtree(new_path)
+
+    def _create(
+        self, folder: Path, new_folder: Path, fill: Callable[[OrderedMap, OrderedMap], None]
+    ) -> None:
+        if new_folder.exists():
+            # A crash left it, or an attempt that could not remove it.
+            shutil.rmtree(new_folder)
+        leftover = new_folder
+        # Opened before anything is made: if no descriptor were left once the bucket has its name,
+        # it might be there after a crash or not.
+        descriptor = os.open(self._path, os.O_RDONLY)
         try:
-            self._make(new_path, fill)
-            new_path.rename(self._path / name)
-        except Exception as error:
-            shutil.rmtree(new_path, ignore_errors=True)
-            if isinstance(error, OSError) and error.errno in FULL:
-                raise DiskFullError(f"the disk is full: {error}") from error
+            self._make(new_folder, fill)
+            new_folder.rename(folder)
+            leftover = folder
+            os.fsync(descriptor)
+        except Exception:
+            shutil.rmtree(leftover, ignore_errors=True)
             raise
-        sync_path(self._path)
+        finally:
+            os.close(descriptor)
 
     def _make(self, new_path: Path, fill: Callable[[OrderedMap, OrderedMap], None]) -> None:
         parts = [new_path / part for part in ("log", "index")]

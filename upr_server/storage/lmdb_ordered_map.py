@@ -121,6 +121,9 @@ class LmdbOrderedMap:
             except CorruptionError:
                 self._env.close()
                 raise
+            except OSError as error:
+                self._env.close()
+                raise DataDirectoryError(f"{path} cannot be opened: {error.strerror}") from error
 
     def _open(self, map_bytes: int) -> None:
         self._map_bytes = map_bytes

@@ -11,6 +11,7 @@ from typing import Protocol
 
 from upr_protocol.chunk import Chunk
 from upr_server.storage.bucket_storage import BucketStorage
+from upr_server.storage.errors import StorageError
 from upr_server.storage.ordered_map import OrderedMap
 from upr_server.storage.records import BucketRecord, PartitionRecord
 
@@ -106,13 +107,22 @@ class StorageServer:
         return bucket
 
     def create(self, record: BucketRecord, partitions: Sequence[PartitionRecord]) -> None:
-        """Makes a bucket with these records, and opens it."""
+        """Makes a bucket with these records, and opens it.
+
+        Raises:
+            StorageError: It cannot be made, or not be opened; it is not there then.
+        """
 
         def fill(log: OrderedMap, index: OrderedMap) -> None:
             BucketStorage(log, index).log.create(record, partitions)
 
         self._directory.create(record.name, fill)
-        self.bucket_storage(record.name).open()
+        try:
+            self.bucket_storage(record.name).open()
+        except StorageError:
+            # Nobody would know of it, and its name would be taken.
+            self.delete(record.name)
+            raise
 
     def delete(self, name: str) -> None:
         """Closes a bucket and deletes it.
