@@ -24,6 +24,8 @@ from upr_server.indexer.replicated_slice import ReplicatedSlice
 from upr_server.indexer.slice_server import QUESTIONS_MAX, SliceServer
 from upr_server.indexer.slices import SliceHolder, SliceId, SliceMissingError, SliceScan
 from upr_server.indexer.worker_messages import (
+    AskStatistics,
+    AskStop,
     FromNode,
     MessageStream,
     NodeQuestion,
@@ -78,9 +80,16 @@ async def a_remote_slice(other_node: OtherNode) -> AsyncIterator[RemoteSlice]:
 
 
 class BusySlice:
-    """A slice that answers pings, and nothing else."""
+    """A slice that answers the indexer's own questions, and nothing else."""
 
     slice_id = SliceId(0, 1)
+
+    async def confirm(self) -> int:
+        await trio.lowlevel.checkpoint()
+        return 7
+
+    async def stop(self) -> None:
+        await trio.lowlevel.checkpoint()
 
     async def ping(self) -> None:
         await trio.lowlevel.checkpoint()
@@ -118,17 +127,37 @@ async def test_too_many_questions_do_not_end_the_link(
         await trio.testing.wait_all_tasks_blocked()
         with pytest.raises(OverloadedError):
             await part.statistics()
+        assert await part.confirm() == 7
         await trio.sleep(5)
         assert other.links == 1
         assert trio.current_time() - part.heard_at < 1
         nursery.cancel_scope.cancel()
 
 
+async def test_a_worker_that_has_too_many_questions_can_be_stopped(
+    autojump_clock: trio.testing.MockClock,
+) -> None:
+    own_end, worker_end = trio.testing.memory_stream_pair()
+    frames, holder = MessageStream(worker_end, ToNode), cast("SliceHolder", BusySlice())
+    server = SliceServer(frames, holder, MemoryPool(2**20), Question)
+    async with own_end, worker_end, trio.open_nursery() as nursery:
+        for number in range(QUESTIONS_MAX):
+            question = msgspec.json.encode(AskStatistics())
+            server.handle_message(NumberedQuestion(number, question), nursery)
+        stop = NumberedQuestion(QUESTIONS_MAX, msgspec.json.encode(AskStop()))
+        server.handle_message(stop, nursery)
+        nursery.start_soon(frames.run_sender)
+        with trio.fail_after(5):
+            # The stop ends the worker's tasks.
+            await trio.sleep_forever()
+    assert nursery.cancel_scope.cancelled_caught
+
+
 async def test_too_many_pings_do_not_end_the_link(
     autojump_clock: trio.testing.MockClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(slice_server, "QUESTIONS_MAX", 0)
-    monkeypatch.setattr(slice_server, "PINGS_MAX", 0)
+    monkeypatch.setattr(slice_server, "OWN_QUESTIONS_MAX", 0)
     other = BusyNode()
     async with a_remote_slice(other) as part:
         await trio.sleep(5)

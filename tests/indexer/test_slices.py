@@ -380,6 +380,25 @@ async def test_an_indexer_that_starts_does_not_say_that_there_is_no_index() -> N
         designs.find(name_of("d/city"))
 
 
+async def test_a_slice_that_has_too_much_to_do_is_asked_again_what_it_has(
+    autojump_clock: trio.testing.MockClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    holder = WorkerProcess(SliceId(), config=b"", pool_bytes=1)
+    designs = Designs(Address.parse("upr://h/b"), "indexer", [holder])
+    designs.catalog_read(0, CatalogReport({}, 0))
+    refusals = [OverloadedError(), OverloadedError()]
+
+    async def confirm() -> int:
+        await trio.lowlevel.checkpoint()
+        if refusals:
+            raise refusals.pop()
+        return 0
+
+    monkeypatch.setattr(holder, "confirm", confirm)
+    await designs.wait_until_current()
+    assert designs._is_whole(0)
+
+
 async def overloaded(*_args: object) -> None:
     await trio.lowlevel.checkpoint()
     raise OverloadedError("no memory")

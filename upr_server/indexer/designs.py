@@ -15,6 +15,7 @@ from upr_protocol.ids import Durability
 from upr_server.indexer.announcements import Announcements
 from upr_server.indexer.definitions import NoIndexError
 from upr_server.indexer.overlay import DesignOverlay
+from upr_server.indexer.pool import OverloadedError
 from upr_server.indexer.pure.definition import (
     Design,
     IndexDefinition,
@@ -188,7 +189,7 @@ class Designs:
         while True:
             try:
                 rollbacks = await holder.confirm()
-            except SliceMissingError:
+            except (SliceMissingError, OverloadedError):
                 await trio.sleep(CONFIRM_RETRY_S)
                 continue
             self._whole_at[holder.slice_id.index] = rollbacks

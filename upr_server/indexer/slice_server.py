@@ -39,15 +39,17 @@ log = structlog.get_logger(__name__)
 QUESTIONS_MAX: Final = 1000
 """How many questions of one link are answered at once."""
 
-PINGS_MAX: Final = 100
-"""How many pings may come beside them: a slice that has much to do is alive, and says so."""
+OWN_QUESTIONS_MAX: Final = 100
+"""How many of the indexer's own questions may come beside them. A slice that has much to do is
+alive, and says so; it tells which indexes there are; and it applies what it has read when it is
+stopped."""
 
-_PING: Final = msgspec.json.encode(Ping())
+_OWN_QUESTIONS: Final = frozenset(map(msgspec.json.encode, (Ping(), AskConfirm(), AskStop())))
 
 
 def _limit_of(question: bytes) -> int:
     """How many questions may be answered already when this one comes, as JSON."""
-    return QUESTIONS_MAX + PINGS_MAX if question == _PING else QUESTIONS_MAX
+    return QUESTIONS_MAX + OWN_QUESTIONS_MAX if question in _OWN_QUESTIONS else QUESTIONS_MAX
 
 
 class SliceServer:
