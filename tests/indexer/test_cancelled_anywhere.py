@@ -200,6 +200,7 @@ async def wait_until_applied(part: Slice) -> None:
 
 QUESTIONS: Final[dict[Function, Callable[[Indexer, int], Awaitable[object]]]] = {
     Scanner.status: lambda indexer, _: indexer.scanner.status(name_of("d/city")),
+    Scanner.statuses: lambda indexer, _: indexer.scanner.statuses(),
     ServerProgress.seqs: lambda indexer, _: indexer.server_progress.seqs(),
     Indexer.statistics: lambda indexer, _: indexer.statistics(),
     Scanner.scan: lambda indexer, _: scan(indexer, "d/city"),

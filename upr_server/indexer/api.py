@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
-from contextlib import ExitStack, aclosing, suppress
+from contextlib import ExitStack, aclosing
 from functools import partial
 from typing import Any, Final, TypeVar
 
@@ -186,12 +186,7 @@ class _Handlers:
         return Response(status_code=204)
 
     async def indexes(self, _request: Request) -> Response:
-        statuses = []
-        for name in self._designs.names():
-            # It may have been dropped while another one was looked at.
-            with suppress(NoIndexError):
-                statuses.append(await self._scanner.status(name))
-        return _json({"indexes": statuses})
+        return _json({"indexes": await self._scanner.statuses()})
 
     async def index(self, request: Request) -> Response:
         return _json(await self._scanner.status(_name(request)))

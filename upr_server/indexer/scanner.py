@@ -38,6 +38,10 @@ UNDO_S: Final = 1.0
 LATE_S: Final = 2.0
 """So long after a scan's timeout a slice that has not answered is taken to be missing."""
 
+STATUSES_AT_ONCE: Final = 16
+"""Of how many indexes a list of all asks the slices at once. Each slice reads its file in a thread,
+of which a process has 40."""
+
 _GONE: Final = (MomentGoneError, SliceMissingError)
 
 _STATES: Final[tuple[IndexState, ...]] = ("failed", "missing", "building", "ready")
@@ -133,6 +137,21 @@ class Scanner:
             failure=next((status.failure for status in slices if status.failure), ""),
             slices=slices,
         )
+
+    async def statuses(self) -> list[IndexStatus]:
+        """What can be told of each index, in the order of their names; `STATUSES_AT_ONCE` are asked
+        at once."""
+        turns = trio.CapacityLimiter(STATUSES_AT_ONCE)
+
+        async def ask(name: IndexName) -> IndexStatus | None:
+            async with turns:
+                # It may have been dropped while others were asked.
+                with suppress(NoIndexError):
+                    return await self.status(name)
+            return None
+
+        statuses = await _call_all([partial(ask, name) for name in self._designs.names()])
+        return [status for status in statuses if status is not None]
 
     @asynccontextmanager
     async def scan(self, name: IndexName, query: Query) -> AsyncIterator[ScanAnswer]:

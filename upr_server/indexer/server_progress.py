@@ -33,16 +33,21 @@ class ServerProgress:
         self._address = address
         self._seqs: dict[PartitionId, SeqNo] = {}
         self._asked_at = -MAX_AGE_S
+        """When the last question ended."""
+        self._asking = trio.Lock()
 
     async def seqs(self) -> Mapping[PartitionId, SeqNo]:
         """The numbers, at most a second old; the last ones known if the server does not answer
-        within two seconds."""
-        now = trio.current_time()
-        if now - self._asked_at >= MAX_AGE_S:
-            self._asked_at = now
-            # The stream's log lines tell that the server is away.
-            with trio.move_on_after(TIMEOUT_S), suppress(UprError):
-                async with connect(self._address, identity="upr-indexer") as client:
-                    rows = await client.seqnos()
-                self._seqs = {row.partition: row.high_seq for row in rows}
+        within two seconds. Callers that come together share one question."""
+        async with self._asking:
+            if trio.current_time() - self._asked_at >= MAX_AGE_S:
+                await self._renew()
         return self._seqs
+
+    async def _renew(self) -> None:
+        # The stream's log lines tell that the server is away.
+        with trio.move_on_after(TIMEOUT_S), suppress(UprError):
+            async with connect(self._address, identity="upr-indexer") as client:
+                rows = await client.seqnos()
+            self._seqs = {row.partition: row.high_seq for row in rows}
+        self._asked_at = trio.current_time()
