@@ -29,6 +29,7 @@ from upr_server.indexer.short_scan import (
     ENTRIES_MAX,
     INCLUDED_MAX,
     RANGES_MAX,
+    VALUES_MAX,
     is_short,
     reads_little,
 )
@@ -61,6 +62,8 @@ AT_LEAST: Final = (RequiredWrite(0, "1", 1),)
         (Query(limit=ENTRIES_MAX, ranges=(Range(),) * RANGES_MAX), True, True),
         (Query(limit=ENTRIES_MAX + 1), False, False),
         (Query(ranges=(Range(),) * (RANGES_MAX + 1)), False, False),
+        (Query(prefix=[[0] * (VALUES_MAX - 1)]), True, True),
+        (Query(prefix=[[0] * VALUES_MAX]), True, False),
         (Query(consistency="now"), True, False),
         (Query(consistency="at_least", written=AT_LEAST), True, False),
         (Query(written=AT_LEAST), True, False),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -19,6 +20,8 @@ from tests.indexer.counted_reads import counted_reads
 from tests.indexer.kit import source_of
 from tests.indexer.test_index_file import batch, whole
 from upr_protocol.ids import PartitionId
+from upr_server.indexer import query as query_module
+from upr_server.indexer import short_scan
 from upr_server.indexer.answer import Answer
 from upr_server.indexer.definitions import Index
 from upr_server.indexer.document_rows import RoundChanges
@@ -29,11 +32,13 @@ from upr_server.indexer.merge import MergedScan
 from upr_server.indexer.pool import ANSWER_BYTES_MAX
 from upr_server.indexer.pure.definition import IndexDefinition, IndexName
 from upr_server.indexer.pure.extractor import Extractor
-from upr_server.indexer.query import Bound, Query, QueryError, Range
+from upr_server.indexer.query import KEY_SIZE_MAX, Bound, Query, QueryError, Range
+from upr_server.indexer.short_scan import selection_of
 from upr_server.indexer.slice_scanner import read_answer
 from upr_server.indexer.slices import SliceId, SliceScan
 
 PARTS: Final = 3
+DEEP: Final = base64.urlsafe_b64encode(b"\x0a" * 2000 + b"\0" * 2000 + b"\x05\x05k").decode()
 DEFINITION: Final = IndexDefinition(("a", "b", "c"))
 DEFINITIONS: Final = st.builds(
     IndexDefinition,
@@ -339,6 +344,16 @@ def test_a_beginning_that_two_ranges_share_is_found_once(tmp_path: Path, descend
         ({"ranges": (Range(), Range(high=Bound([{}])))}, "ranges[1].high.key", "an object"),
         ({"distinct": 1, "continuation": "CQB4AAFr"}, "continuation", "invalid"),
         ({"continuation": "BQ=="}, "continuation", "invalid"),
+        # Deep enough to exhaust the interpreter's stack.
+        ({"continuation": DEEP}, "continuation", "invalid"),
+        ({"prefix": ["x" * KEY_SIZE_MAX]}, "prefix", "at most 1024 values and characters"),
+        ({"low": Bound([[0] * KEY_SIZE_MAX])}, "low.key", "at most 1024 values and characters"),
+        ({"ranges": (Range(prefix=[[["ab"] * 400]]),)}, "ranges[0].prefix", "at most 1024 values"),
+        (
+            {"ranges": (Range(prefix=[[0] * 999]),) * 33},
+            "ranges",
+            "the bounds have 33000 values together, and may have 32000",
+        ),
     ],
 )
 def test_a_query_that_contradicts_itself_is_refused(
@@ -347,6 +362,39 @@ def test_a_query_that_contradicts_itself_is_refused(
     with pytest.raises(QueryError, match=reason) as caught:
         check(Query(**fields))
     assert caught.value.place == place
+
+
+NESTED = st.recursive(
+    st.integers() | st.text(max_size=3), lambda values: st.lists(values, max_size=4), max_leaves=20
+)
+
+
+def naive_size(value: Any) -> int:
+    """Values and characters of a key's value, itself included."""
+    if isinstance(value, list):
+        return 1 + sum(map(naive_size, value))
+    return 1 + (len(value) if isinstance(value, str) else 0)
+
+
+@given(st.lists(st.lists(NESTED, max_size=PARTS), max_size=4), st.integers(1, 60))
+def test_bounds_are_refused_by_their_size(keys: list[list[Any]], size_max: int) -> None:
+    query = Query(ranges=tuple(Range(low=Bound(key)) for key in keys))
+    sizes = [naive_size(key) - 1 for key in keys]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(query_module, "KEY_SIZE_MAX", size_max)
+        if max(sizes, default=0) <= size_max:
+            query.check()
+        else:
+            with pytest.raises(QueryError, match="values and characters"):
+                query.check()
+
+
+@given(queries())
+async def test_many_bounds_select_the_same_in_a_thread(query: Query) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(short_scan, "VALUES_MAX", 0)
+        assert await selection_of(query, PARTS) == query.selection(PARTS)
+    assert await selection_of(query, PARTS) == query.selection(PARTS)
 
 
 def check(query: Query) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import base64
 import binascii
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Annotated, Any, Final, Literal
 
 import attrs
@@ -31,6 +31,17 @@ LIMIT_DEFAULT: Final = 100
 
 RANGES_MAX: Final = 1000
 """The most ranges of one scan: each costs a search."""
+
+KEY_SIZE_MAX: Final = 1024
+"""How many values and characters a bound has at most, the elements of its arrays included. Keys of
+an index have 261 bytes at most, so a longer bound is a mistake."""
+
+KEY_VALUES_MAX: Final = RANGES_MAX * 2 * 16
+"""How many values the bounds of a query have at most: both ends of each range, all parts of a key.
+Each costs 2 µs, each time that the query is turned into bytes."""
+
+CONTINUATION_CHARACTERS_MAX: Final = 1024
+"""An entry has 511 bytes at most, which are 684 characters."""
 
 TIMEOUT_S_MAX: Final = 300.0
 
@@ -144,8 +155,8 @@ class Query(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
         """Refuses fields that contradict each other.
 
         Raises:
-            QueryError: A summary has a limit or a continuation, `at_least` names no changes, or a
-                moment is to be fresher than it is.
+            QueryError: A summary has a limit or a continuation, `at_least` names no changes, a
+                moment is to be fresher than it is, or the bounds are too long.
         """
         if self.is_summary and (self.limit is not None or self.continuation):
             place = "continuation" if self.limit is None else "limit"
@@ -161,6 +172,42 @@ class Query(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
             raise QueryError(
                 "written", "consistency `at_least` needs at least one change; name it, or ask `any`"
             )
+
+        self._check_keys()
+
+    def _check_keys(self) -> None:
+        total = 0
+        for place, key in self._keys():
+            values, characters = _size_of(key, KEY_SIZE_MAX)
+            if values + characters > KEY_SIZE_MAX:
+                raise QueryError(
+                    place,
+                    f"a bound has at most {KEY_SIZE_MAX} values and characters; keys of an index "
+                    "are shorter",
+                )
+            total += values
+        if total > KEY_VALUES_MAX:
+            raise QueryError(
+                "ranges",
+                f"the bounds have {total} values together, and may have {KEY_VALUES_MAX}; ask for "
+                "fewer ranges at a time",
+            )
+
+    def _keys(self) -> Iterator[tuple[str, list[Any]]]:
+        """The keys of all bounds, and their places."""
+        ranges: list[tuple[str, Query | Range]] = [("", self)]
+        ranges += ((f"ranges[{place}].", bounds) for place, bounds in enumerate(self.ranges or ()))
+        for place, bounds in ranges:
+            if bounds.prefix is not None:
+                yield f"{place}prefix", bounds.prefix
+            for end, bound in (("low", bounds.low), ("high", bounds.high)):
+                if bound is not None:
+                    yield f"{place}{end}.key", bound.key
+
+    @property
+    def key_values(self) -> int:
+        """How many values its bounds have, the elements of their arrays included. O(values)."""
+        return sum(_size_of(key, KEY_SIZE_MAX)[0] for _, key in self._keys())
 
     @property
     def is_summary(self) -> bool:
@@ -211,6 +258,8 @@ class Query(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
 
     def _remainder(self, part_count: int) -> _EncodedRange:
         """What comes behind the continuation."""
+        if len(self.continuation) > CONTINUATION_CHARACTERS_MAX:
+            raise QueryError("continuation", INVALID_CONTINUATION)
         count = self.distinct or part_count
         try:
             last_entry = base64.urlsafe_b64decode(self.continuation.encode("ascii"))
@@ -296,6 +345,21 @@ def _merge_ranges(ranges: Iterable[_EncodedRange]) -> list[_EncodedRange]:
         else:
             merged_ranges.append(range_)
     return merged_ranges
+
+
+def _size_of(key: list[Any], size_max: int) -> tuple[int, int]:
+    """How many values and characters a key has; no longer exact when they are more than `size_max`.
+    O(size_max)."""
+    values, characters = len(key), 0
+    arrays: list[list[Any]] = [key]
+    while arrays and values <= size_max:
+        for value in arrays.pop():
+            if isinstance(value, str):
+                characters += len(value)
+            elif isinstance(value, list):
+                values += len(value)
+                arrays.append(value)
+    return values, characters
 
 
 def _too_many_parts(count: int, part_count: int) -> str:

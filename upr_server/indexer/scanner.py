@@ -20,6 +20,7 @@ from upr_server.indexer.pool import ANSWER_BYTES_MAX, SCAN_OVERHEAD_BYTES, Memor
 from upr_server.indexer.pure.definition import IndexDefinition, IndexName
 from upr_server.indexer.query import Query
 from upr_server.indexer.server_progress import ServerProgress
+from upr_server.indexer.short_scan import VALUES_MAX, selection_of
 from upr_server.indexer.slice_scanner import BuildingError
 from upr_server.indexer.slices import (
     IndexState,
@@ -172,7 +173,7 @@ class Scanner:
         """
         definition = self._designs.find(name)
         query.check()
-        query.selection(len(definition.key))
+        await selection_of(query, len(definition.key))
         query.required_writes()
         with self._pool.reserve_for_scan() as reservation:
             answer = await self._answer(name, definition, query)
@@ -231,6 +232,8 @@ class Scanner:
                 # A moment that is not released expires.
                 with trio.move_on_after(UNDO_S, shield=True), suppress(UprError):
                     await self.release(merged_scan.view_token_to_release)
+        if query.explain and query.key_values > VALUES_MAX:
+            return await trio.to_thread.run_sync(merged_scan.answer)
         return merged_scan.answer()
 
     async def _ask(

@@ -1,4 +1,4 @@
-"""Which scans read so little that they are read in the event loop, and not in a thread.
+"""What of a scan is so little that it is done in the event loop, and not in a thread.
 
 To go through a thread and back takes longer than to read a hundred entries, and far longer where
 another thread writes: the loop then waits for the interpreter twice.
@@ -8,7 +8,10 @@ from __future__ import annotations
 
 from typing import Final
 
-from upr_server.indexer.query import LIMIT_DEFAULT
+import trio
+
+from upr_server.indexer.entry_reader import EntrySelection
+from upr_server.indexer.query import LIMIT_DEFAULT, Query
 from upr_server.indexer.slices import SliceScan
 
 ENTRIES_MAX: Final = 500
@@ -16,6 +19,9 @@ ENTRIES_MAX: Final = 500
 
 RANGES_MAX: Final = 16
 """The most ranges of such a scan: each is a search."""
+
+VALUES_MAX: Final = 500
+"""The most values in the bounds of such a scan: some 1 ms."""
 
 INCLUDED_MAX: Final = 50
 """The longest such scan if entries include values: each may have a page of its own."""
@@ -36,4 +42,24 @@ def is_short(scan: SliceScan) -> bool:
     """Whether a scan reads little, waits for nothing, and holds nothing. O(1)."""
     query = scan.query
     waits = query.consistency != "any" or query.written
-    return reads_little(scan) and not (waits or query.moment or query.hold_s)
+    return (
+        reads_little(scan)
+        and not (waits or query.moment or query.hold_s)
+        and query.key_values <= VALUES_MAX
+    )
+
+
+async def selection_of(query: Query, part_count: int) -> EntrySelection:
+    """The entries that a query asks for. A thousand ranges take tens of milliseconds: that is done
+    in a thread. Does not pass a checkpoint otherwise.
+
+    Args:
+        query: The query.
+        part_count: How many parts the index's keys have.
+
+    Raises:
+        QueryError: See `Query.selection`.
+    """
+    if query.key_values <= VALUES_MAX:
+        return query.selection(part_count)
+    return await trio.to_thread.run_sync(query.selection, part_count)

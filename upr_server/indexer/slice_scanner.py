@@ -29,7 +29,7 @@ from upr_server.indexer.moments import Moment, Moments
 from upr_server.indexer.pipeline import Pipeline
 from upr_server.indexer.pure.definition import IndexDefinition, IndexName
 from upr_server.indexer.query import LIMIT_DEFAULT
-from upr_server.indexer.short_scan import reads_little
+from upr_server.indexer.short_scan import reads_little, selection_of
 from upr_server.indexer.slices import (
     SliceAnswer,
     SliceId,
@@ -160,9 +160,9 @@ class SliceScanner:
             NotFreshError: The index was not as fresh as asked within the timeout.
             MomentGoneError: It asks for a moment that is not held.
         """
-        index = self._find(scan.name, scan.definition)
         query = scan.query
-        selection = query.selection(len(index.definition.key))
+        selection = await selection_of(query, len(scan.definition.key))
+        index = self._find(scan.name, scan.definition)
         if query.moment:
             moment = self._moments.find(query.moment, index.file)
             with moment.in_use(query.hold_s):
