@@ -35,13 +35,13 @@ from upr_server.app import Server
 from upr_server.indexer import slice_link
 from upr_server.indexer import worker_process as worker_process_module
 from upr_server.indexer.definitions import NoIndexError
-from upr_server.indexer.designs import Designs
+from upr_server.indexer.designs import ALL_INDEXES_MAX, Designs
 from upr_server.indexer.directory import remove_other_slices
 from upr_server.indexer.freshness import WriteLostError
 from upr_server.indexer.indexer import STATISTICS_S, Indexer
 from upr_server.indexer.moments import MomentGoneError
 from upr_server.indexer.pool import OverloadedError
-from upr_server.indexer.pure.definition import IndexDefinition
+from upr_server.indexer.pure.definition import DefinitionError, IndexDefinition
 from upr_server.indexer.query import Query, RequiredWrite
 from upr_server.indexer.slice_scanner import BuildingError
 from upr_server.indexer.slices import (
@@ -378,6 +378,42 @@ async def test_an_indexer_that_starts_does_not_say_that_there_is_no_index() -> N
     designs.catalog_read(1, CatalogReport({}, 1))
     with pytest.raises(NoIndexError):
         designs.find(name_of("d/city"))
+
+
+def a_design(index_count: int) -> bytes:
+    """The text of a design document with so many indexes."""
+    indexes = {f"i{number}": {"key": ["city"]} for number in range(index_count)}
+    return msgspec.json.encode({"indexes": indexes})
+
+
+async def test_more_indexes_than_a_slice_can_open_are_a_mistake(
+    autojump_clock: trio.testing.MockClock,
+) -> None:
+    holder = WorkerProcess(SliceId(), config=b"", pool_bytes=1)
+    designs = Designs(Address.parse("upr://h/b"), "indexer", [holder])
+
+    async def read(texts: dict[str, bytes], *, is_whole: bool = True) -> set[str]:
+        """The designs that have indexes once a catalog has these texts."""
+        designs.catalog_read(0, CatalogReport(texts, 0))
+        designs._whole_at[0] = 0 if is_whole else 1
+        async with trio.open_nursery() as nursery:
+            await designs._reconcile(nursery)
+            nursery.cancel_scope.cancel()
+        assert len(designs.names()) <= ALL_INDEXES_MAX
+        return {name.design for name in designs.names()}
+
+    texts = {name: a_design(64) for name in ("b", "c", "d", "e")}
+    assert await read(texts) == set(texts)
+    # A new one does not take the place of others, and is refused before it is written.
+    assert await read({"a": a_design(1), **texts}) == set(texts)
+    sentence = "1 indexes beside the 256 of other designs; all together may have 256"
+    assert designs.mistakes == {"a": f"indexes: {sentence}"}
+    with pytest.raises(DefinitionError, match=sentence):
+        await designs.create("a", a_design(1))
+    # Those that a catalog lacks for a while count as long as they are kept.
+    assert await read({"a": a_design(64)}, is_whole=False) == set(texts)
+    assert await read({"a": a_design(64)}) == {"a"}
+    assert not designs.mistakes
 
 
 async def test_a_slice_that_has_too_much_to_do_is_asked_again_what_it_has(

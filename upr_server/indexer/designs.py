@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Final
 
 import structlog
@@ -17,6 +17,7 @@ from upr_server.indexer.definitions import NoIndexError
 from upr_server.indexer.overlay import DesignOverlay
 from upr_server.indexer.pool import OverloadedError
 from upr_server.indexer.pure.definition import (
+    DefinitionError,
     Design,
     IndexDefinition,
     IndexName,
@@ -26,6 +27,10 @@ from upr_server.indexer.pure.definition import (
 from upr_server.indexer.slices import CatalogReport, SliceHolder, SliceMissingError
 
 log = structlog.get_logger(__name__)
+
+ALL_INDEXES_MAX: Final = 256
+"""How many indexes all designs together may define. A slice has three open files for each: where
+1,024 are allowed, it could not open the 340th, and would end at each start."""
 
 CONFIRM_RETRY_S: Final = 1.0
 """The pause before a slice that did not answer is asked again."""
@@ -120,10 +125,14 @@ class Designs:
             address: The bucket, with the user's credentials; None for the indexer's.
 
         Raises:
-            DefinitionError: The text is not a design document; nothing was written.
+            DefinitionError: The text is not a design document, or the indexer would have too many
+                indexes; nothing was written.
             UprError: The server could not be reached, or refused.
         """
         design = await trio.to_thread.run_sync(parse_design, name, text)
+        other_indexes = sum(index.design != name for index in self._definitions)
+        if other_indexes + len(design.indexes) > ALL_INDEXES_MAX:
+            raise DefinitionError("indexes", _too_many_reason(other_indexes, design))
         async with connect(address or self._address, identity="upr-indexer") as client:
             await client.set(design_key(name), text, durability=Durability.PERSISTED)
         return design
@@ -216,9 +225,15 @@ class Designs:
         # from the server.
         is_whole = all(map(self._is_whole, self._reports))
         # Not in the loop: compiling long expressions takes seconds.
-        definitions, self._mistakes = await trio.to_thread.run_sync(
+        designs, mistakes = await trio.to_thread.run_sync(
             _parse_all, {name: text for name, text in texts.items() if text is not None}
         )
+        running_designs = {name.design for name in self._definitions}
+        kept_indexes = [
+            name for name in self._definitions if not (is_whole or name.design in announced_texts)
+        ]
+        definitions, surplus = _within_limit(designs, running_designs, kept_indexes)
+        self._mistakes = mistakes | surplus
         merged_definitions = {
             name: definition
             for name, definition in self._definitions.items()
@@ -249,18 +264,47 @@ class Designs:
         self._redefine()
 
 
-def _parse_all(
-    texts: Mapping[str, bytes],
+def _parse_all(texts: Mapping[str, bytes]) -> tuple[list[Design], dict[str, str]]:
+    """The design documents, and by name what is wrong with those that are none."""
+    designs: list[Design] = []
+    mistakes: dict[str, str] = {}
+    for name, text in texts.items():
+        try:
+            designs.append(parse_design(name, text))
+        except UprError as error:
+            mistakes[name] = str(error)
+    return designs, mistakes
+
+
+def _within_limit(
+    designs: Collection[Design],
+    running_designs: Collection[str],
+    kept_indexes: Iterable[IndexName],
 ) -> tuple[dict[IndexName, IndexDefinition], dict[str, str]]:
-    """The indexes that design documents define, and by name what is wrong with the others."""
+    """The indexes that design documents define, and by name what is wrong with those that would
+    make too many of them: new ones before others.
+
+    Args:
+        designs: The design documents.
+        running_designs: The names of those that have indexes already.
+        kept_indexes: What stays although the catalogs may lack its design for a while.
+    """
+    names = {design.name for design in designs}
+    count = sum(name.design not in names for name in kept_indexes)
     definitions: dict[IndexName, IndexDefinition] = {}
     mistakes: dict[str, str] = {}
-    for design, text in texts.items():
-        try:
-            design_document = parse_design(design, text)
-        except UprError as error:
-            mistakes[design] = str(error)
+    for design in sorted(designs, key=lambda item: (item.name not in running_designs, item.name)):
+        if count + len(design.indexes) > ALL_INDEXES_MAX:
+            mistakes[design.name] = f"indexes: {_too_many_reason(count, design)}"
             continue
-        for index, definition in design_document.indexes.items():
-            definitions[IndexName(design, index)] = definition
+        count += len(design.indexes)
+        for index, definition in design.indexes.items():
+            definitions[IndexName(design.name, index)] = definition
     return definitions, mistakes
+
+
+def _too_many_reason(count: int, design: Design) -> str:
+    return (
+        f"{len(design.indexes)} indexes beside the {count} of other designs; all together may have "
+        f"{ALL_INDEXES_MAX}"
+    )
