@@ -82,7 +82,7 @@ async def test_an_announced_index_is_built_while_the_stream_is_paused(tmp_path: 
             await eventually(lambda: name_of("e/n") in indexer.designs.names(), "it is begun")
             # As far as it can be without the stream, too.
             await eventually(lambda: entries_of(indexer, "e/n") == len(CONTENTS), "it is built")
-            assert "e" not in await indexer.slices[0].catalog.current_designs()
+            assert "e" not in (await indexer.slices[0].catalog.current_designs()).texts
         await until_ready(indexer, "e/n")
         await eventually(lambda: not indexer.designs._overlay.texts, "the catalog has it")
         assert await scan(indexer, "e/n") == by_brute_force(NUMBER, CONTENTS)
@@ -118,7 +118,7 @@ async def test_an_index_is_dropped_while_the_stream_is_paused(
             await eventually(lambda: not indexer.designs.names(), "it is dropped")
             folder = tmp_path / indexer.slices[0].slice_id.folder / "indexes"
             await eventually(lambda: not list(folder.iterdir()), "its room is given back")
-            assert "d" in await indexer.slices[0].catalog.current_designs()
+            assert "d" in (await indexer.slices[0].catalog.current_designs()).texts
             if consistency == "at_least":
                 await end_event.wait()
         await eventually(lambda: not indexer.designs._overlay.texts, "the catalog has it")

@@ -15,7 +15,7 @@ from upr_protocol.bucket_event import ANY_DESIGN, BucketEvent, EventKind
 from upr_protocol.client import Address, connect, follow_events
 from upr_protocol.errors import UprError
 from upr_server.indexer.overlay import DesignOverlay
-from upr_server.indexer.pure.definition import design_name
+from upr_server.indexer.pure.definition import design_name, readable_text
 
 log = structlog.get_logger(__name__)
 
@@ -92,7 +92,8 @@ class Announcements:
         announced = self._overlay.texts
         streamed = self._streamed()
         for key, item in zip(keys, items, strict=True):
-            design, text = design_name(key), None if item is None else bytes(item.value)
+            design = design_name(key)
+            text = None if item is None else readable_text(bytes(item.value))
             # Mostly the stream was faster, and nothing is to be overlaid.
             if design in announced or streamed.get(design) != text:
                 self._overlay.put(design, text)

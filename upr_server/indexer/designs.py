@@ -13,6 +13,7 @@ from upr_protocol.concurrency import Notifier
 from upr_protocol.errors import ServerError, Status, UprError
 from upr_protocol.ids import Durability
 from upr_server.indexer.announcements import Announcements
+from upr_server.indexer.catalog import CATALOG_BYTES_MAX
 from upr_server.indexer.definitions import NoIndexError
 from upr_server.indexer.overlay import DesignOverlay
 from upr_server.indexer.pool import OverloadedError
@@ -215,6 +216,11 @@ class Designs:
             texts.update(report.texts)
         return texts
 
+    def _left_out(self) -> dict[str, str]:
+        """What is wrong with design documents that the slices do not report."""
+        reason = f"all design documents of a slice have at most {CATALOG_BYTES_MAX:,} bytes"
+        return {name: reason for report in self._reports.values() for name in report.left_out}
+
     async def _reconcile(self, nursery: trio.Nursery) -> None:
         # The overlay first: what has left it by then is in the catalogs.
         announced_texts = self._overlay.texts
@@ -233,7 +239,7 @@ class Designs:
             name for name in self._definitions if not (is_whole or name.design in announced_texts)
         ]
         definitions, surplus = _within_limit(designs, running_designs, kept_indexes)
-        self._mistakes = mistakes | surplus
+        self._mistakes = mistakes | surplus | self._left_out()
         merged_definitions = {
             name: definition
             for name, definition in self._definitions.items()

@@ -336,10 +336,10 @@ class IndexFile:
             raise NotSettledError
         return view
 
-    def payloads(self) -> dict[bytes, bytes]:
-        """All entries with their payloads."""
+    def payloads(self) -> Iterator[tuple[bytes, bytes]]:
+        """All entries with their payloads, in order. Take them all, in one thread."""
         with _errors_of_index(self.path), self._env.begin() as transaction:
-            return dict(_between(transaction, self._main, b"", END_OF_KEYS))
+            yield from _between(transaction, self._main, b"", END_OF_KEYS)
 
     def entry_count(self) -> int:
         """How many entries there are. O(1)."""

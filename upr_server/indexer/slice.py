@@ -155,9 +155,11 @@ class Slice:
         # One at a time: an older report must not follow on a newer one.
         async with self._reporting:
             self._is_reported = True
-            texts = await self.catalog.current_designs()
+            designs = await self.catalog.current_designs()
             # After the reading: a rollback that begins meanwhile is counted.
-            report = CatalogReport(dict(texts), self.stream.rollbacks)
+            report = CatalogReport(
+                dict(designs.texts), self.stream.rollbacks, list(designs.left_out)
+            )
             if self._observer is not None:
                 self._observer.catalog_read(self.slice_id.index, report)
 

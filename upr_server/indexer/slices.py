@@ -76,10 +76,12 @@ class CatalogReport(msgspec.Struct, frozen=True):
     Attributes:
         texts: Their texts, by name.
         rollbacks: How many rollbacks the slice's stream had begun when they had been read.
+        left_out: The names of some that are not among them, as all together are too long.
     """
 
     texts: dict[str, bytes]
     rollbacks: int
+    left_out: list[str] = []
 
 
 class SliceScan(msgspec.Struct, frozen=True):

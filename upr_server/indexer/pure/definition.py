@@ -109,6 +109,11 @@ def design_name(key: bytes) -> str:
     return key.removeprefix(DESIGN_PREFIX).decode(errors="replace")
 
 
+def readable_text(document: bytes) -> bytes:
+    """What has to be kept of a design document: of one that is too long, enough to say so."""
+    return document[: DESIGN_BYTES_MAX + 1]
+
+
 def parse_design(name: str, text: bytes) -> Design:
     """Parses a design document. It takes up to some 15 s for the longest: call it off the loop.
 
