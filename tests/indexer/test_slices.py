@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from itertools import pairwise
 from pathlib import Path
+from threading import Event, Semaphore
 
 import msgspec
 import pytest
@@ -32,10 +33,11 @@ from upr_protocol.client import Address, Client, connect
 from upr_protocol.concurrency import first_failure
 from upr_protocol.errors import UprError
 from upr_server.app import Server
+from upr_server.indexer import designs as designs_module
 from upr_server.indexer import slice_link
 from upr_server.indexer import worker_process as worker_process_module
 from upr_server.indexer.definitions import NoIndexError
-from upr_server.indexer.designs import ALL_INDEXES_MAX, Designs
+from upr_server.indexer.designs import ALL_INDEXES_MAX, PARSES_AT_ONCE, Designs
 from upr_server.indexer.directory import remove_other_slices
 from upr_server.indexer.freshness import WriteLostError
 from upr_server.indexer.indexer import STATISTICS_S, Indexer
@@ -414,6 +416,38 @@ async def test_more_indexes_than_a_slice_can_open_are_a_mistake(
     assert await read({"a": a_design(64)}, is_whole=False) == set(texts)
     assert await read({"a": a_design(64)}) == {"a"}
     assert not designs.mistakes
+
+
+async def test_few_documents_are_parsed_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The event loop shares the interpreter with the threads that parse."""
+    under_way = Semaphore(0)
+    may_end = Event()
+    started_count = 0
+
+    def parse(name: str, text: bytes) -> None:
+        nonlocal started_count
+        started_count += 1
+        under_way.release()
+        may_end.wait()
+        raise DefinitionError("", f"{name}: {len(text)}")
+
+    monkeypatch.setattr(designs_module, "parse_design", parse)
+    holder = WorkerProcess(SliceId(), config=b"", pool_bytes=1)
+    designs = Designs(Address.parse("upr://h/b"), "indexer", [holder])
+
+    async def create() -> None:
+        with pytest.raises(DefinitionError, match="d: 2"):
+            await designs.create("d", b"{}")
+
+    async with trio.open_nursery() as nursery:
+        for _ in range(10):
+            nursery.start_soon(create)
+        for _ in range(PARSES_AT_ONCE):
+            await trio.to_thread.run_sync(under_way.acquire)
+        await trio.testing.wait_all_tasks_blocked()
+        started_at_once = started_count
+        may_end.set()
+    assert (started_at_once, started_count) == (PARSES_AT_ONCE, 10)
 
 
 async def test_a_slice_that_has_too_much_to_do_is_asked_again_what_it_has(

@@ -33,6 +33,10 @@ ALL_INDEXES_MAX: Final = 256
 """How many indexes all designs together may define. A slice has three open files for each: where
 1,024 are allowed, it could not open the 340th, and would end at each start."""
 
+PARSES_AT_ONCE: Final = 2
+"""How many documents that somebody wants to write are parsed at once. The longest take 15 s, and
+the threads share an interpreter with the event loop: it waits for each of them in turn."""
+
 CONFIRM_RETRY_S: Final = 1.0
 """The pause before a slice that did not answer is asked again."""
 
@@ -68,6 +72,7 @@ class Designs:
         self._is_redefined = False
         self._redefined = Notifier()
         self._is_confirming = False
+        self._parse_turns = trio.CapacityLimiter(PARSES_AT_ONCE)
 
     # What there is.
 
@@ -130,7 +135,7 @@ class Designs:
                 indexes; nothing was written.
             UprError: The server could not be reached, or refused.
         """
-        design = await trio.to_thread.run_sync(parse_design, name, text)
+        design = await trio.to_thread.run_sync(parse_design, name, text, limiter=self._parse_turns)
         other_indexes = sum(index.design != name for index in self._definitions)
         if other_indexes + len(design.indexes) > ALL_INDEXES_MAX:
             raise DefinitionError("indexes", _too_many_reason(other_indexes, design))
