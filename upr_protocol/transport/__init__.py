@@ -30,6 +30,7 @@ from upr_protocol.transport.tls_socket import TlsSocket
 from upr_protocol.transport.trio_stream import (
     Dial,
     TlsStream,
+    allow_unsent_bytes,
     dial_tcp,
     encrypted_to_server,
     read_rest,
@@ -50,6 +51,7 @@ __all__ = [
     "TlsLink",
     "TlsSocket",
     "TlsStream",
+    "allow_unsent_bytes",
     "channel_binding_of_file",
     "client_context",
     "dial_socket",

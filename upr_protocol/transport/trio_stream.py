@@ -32,6 +32,10 @@ from upr_protocol.wire import BEFORE_READY
 _SEND_BYTES: Final = 1024 * 1024
 """How much is written at a time where the stream is not a socket, so that progress shows."""
 
+UNSENT_BYTES: Final = 256 * 1024
+"""What a socket may hold beside what is on its way to the peer. Trio allows 16 KiB. A writer then
+waits for the peer after every 300 KB, and to wake it costs as much as 50 KB do."""
+
 _LAST_WORD_TIMEOUT_S: Final = 2.0
 """How long a peer may take to hear why its handshake failed."""
 
@@ -60,6 +64,16 @@ async def dial_tcp(address: Address) -> trio.abc.Stream:
     except UnicodeError as error:
         # The codec for host names raises its own error for labels too long or empty.
         raise OSError(f"{address.host!r} is not a valid host name") from error
+
+
+def allow_unsent_bytes(stream: trio.abc.Stream) -> None:
+    """Lets a TCP socket hold `UNSENT_BYTES`. With a stream of another kind, and where the system
+    has no such limit, nothing happens."""
+    option = getattr(trio.socket, "TCP_NOTSENT_LOWAT", None)
+    if option is not None and isinstance(stream, trio.SocketStream):
+        # A socket that was closed, or that is not one of TCP.
+        with suppress(OSError):
+            stream.setsockopt(trio.socket.IPPROTO_TCP, option, UNSENT_BYTES)
 
 
 async def read_some(

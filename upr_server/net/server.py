@@ -13,7 +13,7 @@ import trio
 from upr_protocol.errors import Status, TlsError
 from upr_protocol.ids import PartitionId
 from upr_protocol.limits import HANDSHAKE_TIMEOUT_S
-from upr_protocol.transport import TlsStream
+from upr_protocol.transport import TlsStream, allow_unsent_bytes
 from upr_protocol.wire import Message
 from upr_server.buckets import BucketCatalog, Upkeep
 from upr_server.engine import Bucket
@@ -121,6 +121,7 @@ class ConnectionServer:
             log.exception("connection failed", peer=peer)
 
     async def _serve(self, stream: trio.abc.HalfCloseableStream, peer: str) -> None:
+        allow_unsent_bytes(stream)
         if self._certificates is not None:
             stream = self._certificates.encrypt_stream(stream)
         connection = self.new_connection(stream, peer)

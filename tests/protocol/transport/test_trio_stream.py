@@ -15,6 +15,7 @@ from upr_protocol.address import Address
 from upr_protocol.chunk import Buffer
 from upr_protocol.session import ClientSession, ServerSession, SessionState
 from upr_protocol.transport import (
+    allow_unsent_bytes,
     dial_tcp,
     new_scratch,
     read_rest,
@@ -24,6 +25,7 @@ from upr_protocol.transport import (
     write_rest,
 )
 from upr_protocol.transport.socket_io import WRITE_BYTES, first_bytes, unsent, write_available
+from upr_protocol.transport.trio_stream import UNSENT_BYTES
 from upr_protocol.wire import Hello
 
 
@@ -64,6 +66,36 @@ def test_one_write_takes_a_bounded_number_of_bytes(tmp_path: Path, lengths: list
             buffers = write_available(file.fileno(), buffers)
             assert file.tell() - size_before == min(WRITE_BYTES, len(whole) - size_before)
     assert (tmp_path / "file").read_bytes() == whole
+
+
+async def taken_bytes(*, is_allowed: bool) -> int:
+    """How much a TCP socket takes whose peer has room for little and reads nothing."""
+    listener = trio.socket.socket()
+    listener.setsockopt(trio.socket.SOL_SOCKET, trio.socket.SO_RCVBUF, 4096)
+    await listener.bind(("127.0.0.1", 0))
+    listener.listen()
+    stream = await trio.open_tcp_stream(*listener.getsockname())
+    async with stream, trio.SocketListener(listener) as peers, await peers.accept():
+        if is_allowed:
+            allow_unsent_bytes(stream)
+        size = 16 * UNSENT_BYTES
+        return size - sum(map(len, write_now(stream, [bytes(size)])))
+
+
+async def test_a_socket_takes_more_than_its_peer_has_room_for() -> None:
+    assert await taken_bytes(is_allowed=False) < UNSENT_BYTES // 2
+    assert UNSENT_BYTES <= await taken_bytes(is_allowed=True) < 2 * UNSENT_BYTES
+
+
+async def test_only_a_tcp_socket_has_unsent_bytes() -> None:
+    near, far = socket_pair()
+    memory, _ = memory_stream_pair()
+    async with near, far:
+        allow_unsent_bytes(near)
+        allow_unsent_bytes(memory)
+        assert not write_now(near, [b"text"])
+        assert await far.receive_some(4) == b"text"
+    allow_unsent_bytes(near)
 
 
 async def test_a_socket_takes_more_buffers_than_one_call() -> None:
