@@ -14,6 +14,7 @@ from upr_protocol.chunk import Chunk, CounterDelta, Mutation, chunk_of_plain_set
 from upr_protocol.client.core.batcher import BUNDLE_MUTATIONS
 from upr_protocol.client.core.unanswered_batches import (
     UNANSWERED_ROWS_ENOUGH,
+    UNANSWERED_ROWS_PLENTY,
     Batch,
     PublishOptions,
     UnansweredBatches,
@@ -391,6 +392,29 @@ def test_a_bundle_fills_while_the_server_has_enough_to_do() -> None:
     assert sent_runs(9.004) == []
     assert publishing.node.send_at == 9.005, "the server will soon have nothing to do"
     assert sent_runs(9.006) == [[62]]
+
+
+def test_only_full_bundles_are_sent_while_plenty_is_unanswered() -> None:
+    publishing = Publishing(PublishOptions(in_flight=1, linger_s=0.005))
+    add, sent_runs, node = publishing.add, publishing.sent_runs, publishing.node
+    full_bundles: list[Mutate] = []
+    for partition in range(UNANSWERED_ROWS_PLENTY // BUNDLE_MUTATIONS):
+        add(partition, BUNDLE_MUTATIONS)
+        assert sent_runs(0.0) == [[partition]], "it is full"
+        full_bundles += publishing.bundles
+    add(60, BUNDLE_MUTATIONS * 15 // 16 - 1)
+    assert sent_runs(9.0) == [], "an answer comes first"
+    assert not node.is_send_worth_trying
+    add(61, 1)
+    assert node.is_send_worth_trying
+    assert sent_runs(9.0) == [[60, 61]]
+    add(62, BUNDLE_MUTATIONS * 3 // 4)
+    assert sent_runs(9.0) == []
+    for bundle in full_bundles[:2]:
+        results = (RunResult(bundle.bundle.runs[0].partition, 0),)
+        publishing.server.send(MutateReply(0, results, opaque=bundle.opaque))
+    publishing.carry()
+    assert sent_runs(9.0) == [[62]], "most of a bundle, as fewer are unanswered"
 
 
 def test_batches_of_one_partition_go_as_long_as_they_fill_most_of_a_bundle_together() -> None:

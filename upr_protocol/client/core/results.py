@@ -5,6 +5,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
+from operator import itemgetter
 from typing import Final
 
 import msgspec
@@ -82,6 +83,11 @@ def status_of(code: int) -> Status:
     return _STATUSES.get(code, Status.INTERNAL)
 
 
+_OK: Final = Status.OK  # an enum's attributes are slow to look up
+
+_PARTITION: Final = itemgetter(0)
+_STATUS: Final = itemgetter(1)
+
 _STATUSES: Final = {status.value: status for status in Status}
 
 
@@ -128,17 +134,24 @@ def split_reply(
     Args:
         reply: The server's answer.
         partitions: The partition of each run.
-        bounds: The row at which each run begins, and the row behind the last one's end.
+        bounds: The row at which each run begins, and the row behind the last one's end; it is not
+            looked at if the answer names no row.
 
     Raises:
         RemoteProtocolError: The answer does not fit the bundle.
     """
-    if [run.partition for run in reply.runs] != list(partitions):
+    runs = reply.runs
+    if list(map(_PARTITION, runs)) != list(partitions):
         raise RemoteProtocolError("MutateReply does not name the partitions of the bundle")
     answers = [
-        (status_of(status), PartitionBatchResult(history_id, first_seq, last_seq, first_cas))
-        for _, status, history_id, first_seq, last_seq, first_cas in reply.runs
+        (
+            status_of(status) if status else _OK,
+            PartitionBatchResult(history_id, first_seq, last_seq, first_cas),
+        )
+        for _, status, history_id, first_seq, last_seq, first_cas in runs
     ]
+    if not reply.failures and not reply.counters:
+        return answers
     failures = _by_run(reply.failures, bounds)
     counters = _by_run(reply.counters, bounds)
     for index in failures.keys() | counters.keys():
@@ -169,7 +182,7 @@ def _by_run(
 def is_wrong_node(message: Message) -> bool:
     """Whether a node refused something that another node may be able to do."""
     if isinstance(message, MutateReply):
-        return not WRONG_NODE.isdisjoint(run.status for run in message.runs)
+        return not WRONG_NODE.isdisjoint(map(_STATUS, message.runs))
     return isinstance(message, Refusal) and message.status in WRONG_NODE
 
 

@@ -63,8 +63,15 @@ UNANSWERED_ROWS_ENOUGH: Final = 4 * BUNDLE_MUTATIONS
 to it meanwhile is not answered earlier for being sent at once. An answer lets just the partitions
 of its own bundle send again: sent each time, small bundles would stay small for ever."""
 
+UNANSWERED_ROWS_PLENTY: Final = 8 * BUNDLE_MUTATIONS
+"""With so many unanswered operations, answers come whatever is sent, and each lets more partitions
+send. So only full bundles are sent: a bundle's own cost is that of a dozen runs."""
+
 _WORTH_ROWS: Final = BUNDLE_MUTATIONS * 3 // 4
 _WORTH_BYTES: Final = BUNDLE_BYTES * 3 // 4
+
+_FULL_ROWS: Final = BUNDLE_MUTATIONS * 15 // 16
+_FULL_BYTES: Final = BUNDLE_BYTES * 15 // 16
 
 _REQUESTS_MAX: Final = REQUESTS_OPEN_MAX - 64
 _BATCH_OVERHEAD_BYTES: Final = 512
@@ -140,11 +147,13 @@ class SentBundle(msgspec.Struct, eq=False):
     """Batches that were sent together.
 
     Attributes:
+        queues: Their queues, by partition.
         batches: The batches, by partition.
         row_count: How many operations they have.
         nbytes: Their memory, roughly.
     """
 
+    queues: Sequence[PartitionBatches]
     batches: Sequence[Batch]
     row_count: int
     nbytes: int
@@ -280,26 +289,18 @@ class UnansweredBatches:
             ServerError: The chunk is empty, longer than a frame, or has more operations than a
                 bundle may have; nothing was added.
         """
-        if not chunk.count:
-            raise ServerError(Status.BAD_ARGUMENT, "the batch has no operations")
-        if chunk.nbytes > CHUNK_BYTES_MAX:
-            raise ServerError(
-                Status.TOO_LARGE,
-                f"the batch has {chunk.nbytes} bytes, the limit is {CHUNK_BYTES_MAX}: split it",
-            )
-        if chunk.count > BUNDLE_MUTATIONS_MAX:
-            raise ServerError(
-                Status.TOO_LARGE,
-                f"the batch has {chunk.count} operations, the limit is {BUNDLE_MUTATIONS_MAX}: "
-                "split it",
-            )
-        chain = self.writer.next_chain(partition, chunk)
-        batch = Batch(partition, self.writer.next_counter(partition), chunk, on_answer, chain)
-        queue = self.queue_of(partition)
+        rows, nbytes = chunk.count, chunk.nbytes
+        if not 0 < rows <= BUNDLE_MUTATIONS_MAX or nbytes > CHUNK_BYTES_MAX:
+            raise _unfit_error(chunk)
+        counter, chain = self.writer.next_token(partition, chunk)
+        batch = Batch(partition, counter, chunk, on_answer, chain)
+        queue = self._queues.get(partition)
+        if queue is None:
+            queue = self.queue_of(partition)
         queue.waiting_batches.append(batch)
-        queue.node.note_added(queue, batch)
+        queue.node.note_added(queue, rows, nbytes)
         self.count += 1
-        self.nbytes += batch.nbytes
+        self.nbytes += nbytes + _BATCH_OVERHEAD_BYTES
         return batch
 
     def queue_of(self, partition: PartitionId) -> PartitionBatches:
@@ -351,6 +352,21 @@ class UnansweredBatches:
         for batch in batches:
             if batch.on_answer is not None:
                 batch.on_answer(batch)
+
+
+def _unfit_error(chunk: Chunk) -> ServerError:
+    """Why a chunk cannot be a batch."""
+    if not chunk.count:
+        return ServerError(Status.BAD_ARGUMENT, "the batch has no operations")
+    if chunk.nbytes > CHUNK_BYTES_MAX:
+        return ServerError(
+            Status.TOO_LARGE,
+            f"the batch has {chunk.nbytes} bytes, the limit is {CHUNK_BYTES_MAX}: split it",
+        )
+    return ServerError(
+        Status.TOO_LARGE,
+        f"the batch has {chunk.count} operations, the limit is {BUNDLE_MUTATIONS_MAX}: split it",
+    )
 
 
 class _Chosen(NamedTuple):
@@ -414,11 +430,11 @@ class NodeBatches:
         self._count_unsent(queue.waiting_batches, -1)
         queue.requeue()
 
-    def note_added(self, queue: PartitionBatches, batch: Batch) -> None:
-        """A queue that is placed here has one more batch."""
+    def note_added(self, queue: PartitionBatches, rows: int, nbytes: int) -> None:
+        """A queue that is placed here has one more batch, with so many operations and bytes."""
         self.count += 1
-        self._unsent_rows += batch.chunk.count
-        self._unsent_bytes += batch.chunk.nbytes
+        self._unsent_rows += rows
+        self._unsent_bytes += nbytes
         # Else it was scheduled when the one before came, or may not send now.
         if len(queue.waiting_batches) == 1:
             self._schedule(queue)
@@ -512,21 +528,23 @@ class NodeBatches:
 
     @property
     def _has_enough_to_do(self) -> bool:
+        return self._has_unanswered(UNANSWERED_ROWS_ENOUGH)
+
+    def _has_unanswered(self, rows: int) -> bool:
+        """Whether the server works on so many operations at least."""
         # What waits for a disk or for replicas is unanswered, and keeps no server busy.
         is_busy = self._all_batches.options.durability is Durability.MEMORY
-        return is_busy and self._unanswered_rows >= UNANSWERED_ROWS_ENOUGH
+        return is_busy and self._unanswered_rows >= rows
 
     def _choose(self) -> _Chosen:
         """The queues whose next batches go into the next bundle."""
         queues, rows, nbytes = list[PartitionBatches](), 0, 0
         for queue in self._sendable:
             chunk = queue.waiting_batches[0].chunk
-            if queues and (
-                rows + chunk.count > BUNDLE_MUTATIONS or nbytes + chunk.nbytes > BUNDLE_BYTES
-            ):
+            next_rows, next_bytes = rows + chunk.count, nbytes + chunk.nbytes
+            if queues and (next_rows > BUNDLE_MUTATIONS or next_bytes > BUNDLE_BYTES):
                 break
-            rows += chunk.count
-            nbytes += chunk.nbytes
+            rows, nbytes = next_rows, next_bytes
             queues.append(queue)
         return _Chosen(queues, rows, nbytes)
 
@@ -534,22 +552,33 @@ class NodeBatches:
         """Whether nothing is gained by waiting for more batches: the node has nothing else to do,
         or what may be sent now fills most of a bundle."""
         queues, rows, nbytes = chosen
-        is_full = len(queues) < len(self._sendable)
-        if not self._bundles or is_full or rows >= _WORTH_ROWS or nbytes >= _WORTH_BYTES:
+        if not self._bundles or len(queues) < len(self._sendable):
             return True
+        if self._has_unanswered(UNANSWERED_ROWS_PLENTY):
+            rows_enough, bytes_enough = _FULL_ROWS, _FULL_BYTES
+        else:
+            rows_enough, bytes_enough = _WORTH_ROWS, _WORTH_BYTES
+            rows, nbytes = self._with_later_batches(chosen)
+        if rows >= rows_enough or nbytes >= bytes_enough:
+            return True
+        self._worth_from = (
+            self._unsent_rows + rows_enough - rows,
+            self._unsent_bytes + bytes_enough - nbytes,
+        )
+        return False
+
+    def _with_later_batches(self, chosen: _Chosen) -> tuple[int, int]:
+        """The operations and bytes that the chosen queues may send now: a partition's batches go
+        one after the other, in as many bundles. Counts no further than is worth sending."""
+        queues, rows, nbytes = chosen
         in_flight_max = self._all_batches.options.in_flight
         for queue in queues:
-            # A partition's batches go one after the other, in as many bundles.
+            if rows >= _WORTH_ROWS or nbytes >= _WORTH_BYTES:
+                break
             for batch in islice(queue.waiting_batches, 1, in_flight_max - queue.in_flight):
                 rows += batch.chunk.count
                 nbytes += batch.chunk.nbytes
-                if rows >= _WORTH_ROWS or nbytes >= _WORTH_BYTES:
-                    return True
-        self._worth_from = (
-            self._unsent_rows + _WORTH_ROWS - rows,
-            self._unsent_bytes + _WORTH_BYTES - nbytes,
-        )
-        return False
+        return rows, nbytes
 
     def _send_bundle(self, session: ClientSession, chosen: _Chosen) -> None:
         all_batches = self._all_batches
@@ -571,21 +600,26 @@ class NodeBatches:
             )
         )
         # Only now, as a session that refuses to send must leave the batches where they were.
-        sent_bundle = SentBundle(batches, rows, nbytes + _BATCH_OVERHEAD_BYTES * len(batches))
+        all_bytes = nbytes + _BATCH_OVERHEAD_BYTES * len(batches)
+        sent_bundle = SentBundle(queues, batches, rows, all_bytes)
         self._bundles[opaque] = sent_bundle
         self._unanswered_rows += rows
         self._unsent_rows -= rows
         self._unsent_bytes -= nbytes
-        in_flight_max = all_batches.options.in_flight
+        in_flight_max, sendable = all_batches.options.in_flight, self._sendable
         for queue, batch in zip(queues, batches, strict=True):
-            queue.sent_batches[batch.counter] = queue.waiting_batches.popleft()
+            waiting_batches = queue.waiting_batches
+            waiting_batches.popleft()
+            queue.sent_batches[batch.counter] = batch
             queue.in_flight += 1
             # Those that may send more go behind the others.
-            del self._sendable[queue]
-            if queue.waiting_batches and queue.in_flight < in_flight_max:
-                self._sendable[queue] = None
-            all_batches.resent += batch.was_sent
-            batch.bundle, batch.was_sent = sent_bundle, True
+            del sendable[queue]
+            if waiting_batches and queue.in_flight < in_flight_max:
+                sendable[queue] = None
+            batch.bundle = sent_bundle
+            if batch.was_sent:
+                all_batches.resent += 1
+            batch.was_sent = True
 
     @property
     def send_at(self) -> float | None:
@@ -618,47 +652,65 @@ class NodeBatches:
         batches = bundle.batches
         sentence = message.sentence if isinstance(message, Refusal) else ""
         if isinstance(message, MutateReply):
-            bounds = list(accumulate([batch.chunk.count for batch in batches], initial=0))
+            bounds: Sequence[int] = ()
+            if message.failures or message.counters:
+                bounds = list(accumulate([batch.chunk.count for batch in batches], initial=0))
             answers = split_reply(message, list(map(_PARTITION, batches)), bounds)
         else:
             assert isinstance(message, Refusal), "the session accepts no other answer to a Mutate"
             answers = [(status_of(message.status), _NO_RESULT)] * len(batches)
         del self._bundles[message.opaque]
         self._unanswered_rows -= bundle.row_count
-        # The answer may tell of a batch that was meanwhile sent again, in another bundle.
-        for batch, (status, result) in zip(batches, answers, strict=True):
-            if batch.bundle is bundle:
+        finished_batches = list[Batch]()
+        sendable = self._sendable
+        for queue, batch, (status, result) in zip(bundle.queues, batches, answers, strict=True):
+            # The answer may tell of a batch that was meanwhile sent again, in another bundle.
+            if batch.bundle is not bundle:
+                continue
+            batch.bundle = None
+            queue.in_flight -= 1
+            if status is _OK:
+                batch.result = result
+                queue.backoff.reset()
+                is_final = True
+            else:
                 batch.sentence = sentence
-                self._answered(batch, status, result, now)
-        finished_batches = [batch for batch in batches if batch.bundle is bundle]
+                is_final = self._note_refused(queue, batch, status, result, now)
+            if is_final:
+                del queue.sent_batches[batch.counter]
+                finished_batches.append(batch)
+            if queue.refusal is not None or len(queue.sent_batches) > queue.in_flight:
+                self._go_on_refused(queue, now)
+            elif queue.waiting_batches:
+                sendable[queue] = None
+        self.count -= len(finished_batches)
         nbytes = bundle.nbytes
         if len(finished_batches) < len(batches):
             nbytes = sum(batch.nbytes for batch in finished_batches)
-        for batch in finished_batches:
-            batch.bundle = None
         self._all_batches.remove_answered(finished_batches, nbytes)
         return finished_batches
 
-    def _answered(
-        self, batch: Batch, status: Status, result: PartitionBatchResult, now: float
-    ) -> None:
-        queue = self._all_batches.queue_of(batch.partition)
-        queue.in_flight -= 1
-        if status is Status.OK:
-            batch.result = result
-            queue.backoff.reset()
-        elif status is Status.NOT_DURABLE_YET:
+    def _note_refused(
+        self,
+        queue: PartitionBatches,
+        batch: Batch,
+        status: Status,
+        result: PartitionBatchResult,
+        now: float,
+    ) -> bool:
+        """A server has refused a batch; whether that is final."""
+        if status is Status.NOT_DURABLE_YET:
             batch.not_durable = result
-        if status is not Status.OK and self._may_retry(batch, status, now):
-            batch.bundle = None
+        if self._may_retry(queue, batch, status, now):
             self._sendable.pop(queue, None)
-        else:
-            if status is not Status.OK:
-                batch.refusal = queue.refusal or status
-                if self._all_batches.writer.attempt and status not in _EFFECTIVE:
-                    queue.refusal = batch.refusal
-            del queue.sent_batches[batch.counter]
-            self.count -= 1
+            return False
+        batch.refusal = queue.refusal or status
+        if self._all_batches.writer.attempt and status not in _EFFECTIVE:
+            queue.refusal = batch.refusal
+        return True
+
+    def _go_on_refused(self, queue: PartitionBatches, now: float) -> None:
+        """A batch was answered of a queue of which a server has refused one."""
         if not queue.in_flight and queue.has_refused:
             self._requeue(queue)
             if queue.refusal is None:
@@ -683,10 +735,12 @@ class NodeBatches:
         self._all_batches.remove_answered(batches, sum(batch.nbytes for batch in batches))
         return batches
 
-    def _may_retry(self, batch: Batch, status: Status, now: float) -> bool:
+    def _may_retry(
+        self, queue: PartitionBatches, batch: Batch, status: Status, now: float
+    ) -> bool:
         if batch.refused_at is None:
             batch.refused_at = now
-        if self._all_batches.queue_of(batch.partition).refusal is not None:
+        if queue.refusal is not None:
             return False
         may_pass = is_retryable(ServerError(status)) or status is Status.NOT_DURABLE_YET
         return may_pass and now < batch.refused_at + self._all_batches.options.retry_timeout_s
@@ -703,6 +757,8 @@ class NodeBatches:
             self._requeue(queue)
             self._schedule(queue)
 
+
+_OK: Final = Status.OK  # an enum's attributes are slow to look up
 
 _EFFECTIVE: Final = frozenset({Status.NOT_DURABLE_YET, Status.TOKEN_TOO_OLD})
 """Refusals of batches that were applied, or may have been."""

@@ -59,10 +59,11 @@ class WriterIdentity:
         counter = self._counters[partition] = self._counters.get(partition, 0) + 1
         return counter
 
-    def next_chain(self, partition: PartitionId, chunk: Chunk) -> int:
-        """A checksum over the next batch to `partition` and all before it; 0 unless this is the
-        writer of a task."""
+    def next_token(self, partition: PartitionId, chunk: Chunk) -> tuple[int, int]:
+        """The number of the next batch to `partition`, and its chain: a checksum over it and all
+        before it; 0 unless this is the writer of a task."""
+        counter = self._counters[partition] = self._counters.get(partition, 0) + 1
         if self._chains is None:
-            return 0
+            return counter, 0
         chain = self._chains[partition] = chunk.chained_crc(self._chains.get(partition, 0))
-        return chain
+        return counter, chain
