@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections import defaultdict, deque
+from collections.abc import Callable
+from weakref import ref
 
 import pytest
 from hypothesis import settings
@@ -10,6 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from tests.kit.fake_partition import FakePartition
+from tests.kit.reference_cycles import no_collections
 from upr_protocol.chunk import Chunk, CounterDelta, Mutation, chunk_of_plain_sets
 from upr_protocol.client.core.batcher import BUNDLE_MUTATIONS
 from upr_protocol.client.core.unanswered_batches import (
@@ -308,10 +311,15 @@ class Publishing:
             for message in client.messages():
                 self.node.receive(message, 0.0)
 
-    def add(self, partition: int, rows: int) -> Batch:
+    def add(
+        self, partition: int, rows: int, on_answer: Callable[[Batch], None] | None = None
+    ) -> Batch:
         self._batches.place(PartitionId(partition), self.node)
         chunk = chunk_of_plain_sets([b"k"] * rows, [b"v"] * rows)
-        return self._batches.add(PartitionId(partition), chunk)
+        return self._batches.add(PartitionId(partition), chunk, on_answer)
+
+    def close(self) -> None:
+        self._batches.close()
 
     def refuse(self, bundle: Mutate, status: Status) -> None:
         self.server.send(Refusal("no", opaque=bundle.opaque, status=status))
@@ -448,6 +456,37 @@ def test_batches_that_are_added_call_for_a_send_only_when_they_fill_most_of_a_bu
     assert publishing.sent_runs(0.0) == []
     publishing.add(5, BUNDLE_MUTATIONS)
     assert not node.is_send_worth_trying, "new credit calls for a send"
+
+
+class Application:
+    """One whose callback is in a reference cycle with its batch, which no collector looks at."""
+
+    def __init__(self) -> None:
+        self.batch: Batch | None = None
+        self.is_told = False
+
+    def note_answered(self, batch: Batch) -> None:
+        assert batch is self.batch
+        self.is_told = True
+
+
+@pytest.mark.parametrize("is_answered", [True, False])
+def test_a_batch_that_is_done_with_is_in_no_reference_cycle(is_answered: bool) -> None:
+    publishing = Publishing(PublishOptions())
+    application = Application()
+    application.batch = publishing.add(3, 1, application.note_answered)
+    assert publishing.sent_runs(0.0) == [[3]]
+    publishing.add(3, 1, application.note_answered)
+    if is_answered:
+        opaque = publishing.bundles[0].opaque
+        publishing.server.send(MutateReply(0, (RunResult(PartitionId(3), 0),), opaque=opaque))
+        publishing.carry()
+    assert application.is_told == is_answered
+    publishing.close()
+    reference = ref(application)
+    with no_collections():
+        del application
+        assert reference() is None
 
 
 def test_what_waits_for_a_disk_does_not_keep_others_waiting() -> None:

@@ -78,14 +78,18 @@ _BATCH_OVERHEAD_BYTES: Final = 512
 """Memory of a batch beside its chunk, roughly."""
 
 
-class Batch(msgspec.Struct, eq=False):
+class Batch(msgspec.Struct, eq=False, gc=False):
     """One batch of a publisher: a run of whatever bundle it is sent in.
+
+    Python's collector does not look at batches: of tens of thousands that wait it would look at
+    each several times. So what it refers to must not be left in a reference cycle with it:
+    `UnansweredBatches` forgets the callback and the bundle once they are done with.
 
     Attributes:
         partition: Its partition.
         counter: Its number among the batches of this writer and partition.
         chunk: The operations.
-        on_answer: Called with the batch once it is answered or refused for good.
+        on_answer: Called with the batch once it is answered or refused for good; None after that.
         chain: Vouches for it and all batches before it; 0 when the writer keeps no chain.
         result: What became of it, once a server has applied it.
         refusal: Why no server applied the batch; None when one did. `NOT_DURABLE_YET`: it was
@@ -350,8 +354,17 @@ class UnansweredBatches:
         self.count -= len(batches)
         self.nbytes -= nbytes
         for batch in batches:
-            if batch.on_answer is not None:
-                batch.on_answer(batch)
+            on_answer = batch.on_answer
+            if on_answer is not None:
+                batch.on_answer = None
+                on_answer(batch)
+
+    def close(self) -> None:
+        """Breaks the reference cycles of what has no answer: nothing is sent any more, and nobody
+        is told. O(unanswered)."""
+        for queue in self._queues.values():
+            for batch in (*queue.waiting_batches, *queue.sent_batches.values()):
+                batch.on_answer = batch.bundle = None
 
 
 def _unfit_error(chunk: Chunk) -> ServerError:
@@ -735,9 +748,7 @@ class NodeBatches:
         self._all_batches.remove_answered(batches, sum(batch.nbytes for batch in batches))
         return batches
 
-    def _may_retry(
-        self, queue: PartitionBatches, batch: Batch, status: Status, now: float
-    ) -> bool:
+    def _may_retry(self, queue: PartitionBatches, batch: Batch, status: Status, now: float) -> bool:
         if batch.refused_at is None:
             batch.refused_at = now
         if queue.refusal is not None:

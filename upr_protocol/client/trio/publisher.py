@@ -323,12 +323,15 @@ class Publisher:
 
     def _count(self, batches: Sequence[Batch]) -> None:
         self._batches += len(batches)
-        self._mutations += sum([batch.chunk.count for batch in batches])
+        mutations = 0
         for batch in batches:
+            mutations += batch.chunk.count
+            result = batch.result
             # Nearly always nothing has failed.
-            if batch.result is None or batch.result.failures:
+            if result is None or result.failures:
                 for failure in batch.failures():
                     self._note_failure(failure)
+        self._mutations += mutations
 
     def _note_failure(self, failure: Failure) -> None:
         self._failed += 1
