@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache
 from itertools import accumulate, chain
 from operator import attrgetter, lt
 from struct import Struct
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, cast
 
 from upr_kernel import ChunkDefectError, join_runs
 from upr_protocol.chunk.chunk import Chunk
@@ -43,6 +43,10 @@ RUN_BYTES: Final = _RUN.size
 
 _PARTITION: Final = attrgetter("partition")
 _ROW_COUNT: Final = attrgetter("row_count")
+
+# Where these stand in a run of the directory, in words of 4 bytes.
+_PARTITION_WORD: Final = 0
+_ROW_COUNT_WORD: Final = 1
 
 
 @lru_cache(maxsize=128)
@@ -96,56 +100,71 @@ class Bundle:
             rows, the runs' rows are not those of the chunk, or the partitions do not rise.
     """
 
-    __slots__ = ("_bounds", "_directory", "_runs", "chunk")
+    __slots__ = ("_bounds", "_directory", "_partitions", "_row_counts", "_runs", "chunk")
 
     def __init__(self, chunk: Chunk, runs: Iterable[BundleRun]) -> None:
-        runs = tuple(runs)
-        _check_run_count(len(runs))
-        counts = list(map(_ROW_COUNT, runs))
-        bounds = tuple(accumulate(counts, initial=0))
-        if min(counts) < 1:
-            raise ChunkError("a run of a bundle has no rows")
-        _check_row_count(bounds[-1])
-        if bounds[-1] != chunk.count:
-            raise ChunkError(
-                f"the runs of a bundle have {bounds[-1]} rows, and its chunk has {chunk.count}"
-            )
-        partitions = list(map(_PARTITION, runs))
-        if not all(map(lt, partitions, partitions[1:])):
-            raise ChunkError(_ORDER_SENTENCE)
-        self._keep(chunk, None, runs, bounds)
+        self._keep(chunk, None, tuple(runs))
+        self._check()
 
     def _keep(
-        self,
-        chunk: Chunk,
-        directory: bytes | None,
-        runs: tuple[BundleRun, ...] | None = None,
-        bounds: tuple[int, ...] | None = None,
+        self, chunk: Chunk, directory: bytes | None, runs: tuple[BundleRun, ...] | None = None
     ) -> None:
-        """What is None is made when it is asked for."""
+        """Of directory and runs the one that is None is made when it is asked for."""
         self.chunk = chunk
         self._directory = directory
         self._runs = runs
-        self._bounds = bounds
+        self._partitions: list[PartitionId] | None = None
+        self._row_counts: list[int] | None = None
+        self._bounds: tuple[int, ...] | None = None
+
+    def _check(self) -> None:
+        """Raises `ChunkError` when the runs are not those of a bundle with this chunk."""
+        _check_run_count(self.run_count)
+        partitions, row_counts = self.partitions, self.row_counts
+        if min(row_counts) < 1:
+            raise ChunkError("a run of a bundle has no rows")
+        row_count = sum(row_counts)
+        _check_row_count(row_count)
+        if row_count != self.chunk.count:
+            raise ChunkError(
+                f"the runs of a bundle have {row_count} rows, and its chunk has {self.chunk.count}"
+            )
+        if not all(map(lt, partitions, partitions[1:])):
+            raise ChunkError(_ORDER_SENTENCE)
 
     @property
     def runs(self) -> tuple[BundleRun, ...]:
-        """The runs. O(runs) for the first call, of a bundle that was made of parts."""
+        """The runs. O(runs) for the first call, if it was made of parts or of a directory."""
         if self._runs is None:
             self._runs = decode_runs(self.directory)
         return self._runs
 
     @property
-    def bounds(self) -> tuple[int, ...]:
-        """Where each run begins in the chunk, and where the last ends. O(runs) like `runs`."""
-        if self._bounds is None:
-            self._bounds = tuple(accumulate(map(_ROW_COUNT, self.runs), initial=0))
-        return self._bounds
+    def partitions(self) -> list[PartitionId]:
+        """The partition of each run. O(runs) for the first call, without an object for each."""
+        if self._partitions is None:
+            self._partitions = cast("list[PartitionId]", self._column(_PARTITION_WORD, _PARTITION))
+        return self._partitions
 
     @property
-    def shortest_run_rows(self) -> int:
-        """The rows of the shortest run. O(runs)."""
-        return min(run.row_count for run in self.runs)
+    def row_counts(self) -> list[int]:
+        """The rows of each run. O(runs) for the first call, without an object for each."""
+        if self._row_counts is None:
+            self._row_counts = self._column(_ROW_COUNT_WORD, _ROW_COUNT)
+        return self._row_counts
+
+    def _column(self, word: int, field: Callable[[BundleRun], int]) -> list[int]:
+        if self._runs is not None:
+            return list(map(field, self._runs))
+        return memoryview(self.directory).cast("I")[word :: RUN_BYTES // 4].tolist()
+
+    @property
+    def bounds(self) -> tuple[int, ...]:
+        """Where each run begins in the chunk, and where the last ends. O(runs) for the first
+        call."""
+        if self._bounds is None:
+            self._bounds = tuple(accumulate(self.row_counts, initial=0))
+        return self._bounds
 
     @classmethod
     def of_directory(cls, chunk: Chunk, directory: bytes) -> Bundle:
@@ -154,8 +173,11 @@ class Bundle:
         Raises:
             ChunkError: As for the constructor.
         """
-        bundle = cls(chunk, decode_runs(directory))
-        bundle._directory = directory
+        if len(directory) % RUN_BYTES:
+            raise ChunkError("the last run of a bundle is not whole")
+        bundle = cls.__new__(cls)
+        bundle._keep(chunk, directory)  # noqa: SLF001  # its own, though the linter cannot tell
+        bundle._check()  # noqa: SLF001
         return bundle
 
     @property

@@ -225,7 +225,7 @@ class BundleBatches:
         self.attempt = attempt
 
     def __len__(self) -> int:
-        return len(self._bundle.runs)
+        return self._bundle.run_count
 
     def __getitem__(self, index: int) -> MutationBatch:
         run, bounds = self._bundle.runs[index], self._bundle.bounds

@@ -52,7 +52,7 @@ def test_a_bundle_has_the_rows_of_its_runs_one_run_behind_the_other(
         ]
     )
     assert bundle.run_count == len(runs)
-    assert bundle.shortest_run_rows == min(map(len, rows_of_runs))
+    assert bundle.row_counts == list(map(len, rows_of_runs))
     assert list(bundle.runs) == runs
     assert bundle.directory == encode_runs(runs)
     assert list(bundle.chunk) == [row for rows in rows_of_runs for row in rows]

@@ -12,10 +12,10 @@ from typing import Final, cast
 
 import trio
 
-from upr_protocol.chunk import RUN_BYTES, BundleRun
+from upr_protocol.chunk import RUN_BYTES
 from upr_protocol.concurrency import without_traceback
 from upr_protocol.errors import ChunkError, ServerError, Status
-from upr_protocol.ids import Cas, Durability, PartitionState, SeqNo
+from upr_protocol.ids import Cas, Durability, PartitionId, PartitionState, SeqNo
 from upr_protocol.wire import RESULT_BYTES, Mutate, MutateReply, RunResult, decode_results
 from upr_server.engine import (
     LONG_RUN_ROWS,
@@ -138,7 +138,7 @@ class _BundleRequest(OrderedReply):
     )
 
     def __init__(self, context: RequestContext, request: Mutate, batches: BundleBatches) -> None:
-        super().__init__([run.partition for run in request.bundle.runs])
+        super().__init__(request.bundle.partitions)
         self._context = context
         self._request = request
         self._batches = batches
@@ -163,7 +163,7 @@ class _BundleRequest(OrderedReply):
             order.add(self)
         run_count = len(self.partitions)
         run_indexes: Iterable[int] = range(run_count)
-        if self._batches.columns.is_unconditional and bundle.shortest_run_rows < LONG_RUN_ROWS:
+        if self._batches.columns.is_unconditional and min(bundle.row_counts) < LONG_RUN_ROWS:
             lines, run_indexes = yield from self._set_runs()
             if self._request.durability is _MEMORY:
                 if not run_indexes:
@@ -186,15 +186,17 @@ class _BundleRequest(OrderedReply):
         """Applies the runs of a plain bundle that can be applied together; yields where others
         should have their turn. Returns what became of each, zeros for those that are left, and
         which are left."""
-        runs, lines, run_indexes = self._request.bundle.runs, b"", list[int]()
-        low, cost = 0, 0.0
-        for index, run in enumerate(runs):
-            if cost >= SLICE_COST:
-                lines += self._set_some(low, index, run_indexes)
-                yield
-                low, cost = index, 0.0
-            cost += PLAIN_RUN_COST + run.row_count * self._row_cost
-        lines += self._set_some(low, len(runs), run_indexes)
+        bundle, lines, run_indexes = self._request.bundle, b"", list[int]()
+        low, cost, run_count = 0, 0.0, bundle.run_count
+        # Mostly one slice has all of them.
+        if PLAIN_RUN_COST * run_count + len(bundle) * self._row_cost > SLICE_COST:
+            for index, row_count in enumerate(bundle.row_counts):
+                if cost >= SLICE_COST:
+                    lines += self._set_some(low, index, run_indexes)
+                    yield
+                    low, cost = index, 0.0
+                cost += PLAIN_RUN_COST + row_count * self._row_cost
+        lines += self._set_some(low, run_count, run_indexes)
         return lines, run_indexes
 
     def _set_some(self, low: int, high: int, run_indexes: list[int]) -> bytes:
@@ -202,14 +204,16 @@ class _BundleRequest(OrderedReply):
         others to `run_indexes`."""
         context, batches, bundle = self._context, self._batches, self._request.bundle
         bucket = context.bucket
-        runs = bundle.runs[low:high]
         if bucket is None or self._flusher.full or context.refused_task_runs:
             run_indexes += range(low, high)
             return bytes(RESULT_BYTES * (high - low))
         targets: Sequence[DurabilityTarget | None] = ()
         skipped_runs = None
         if self._request.durability is not _MEMORY or context.may_have_earlier:
-            targets = [self._target_at_once(bucket, run) for run in runs]
+            targets = [
+                self._target_at_once(bucket, partition_id)
+                for partition_id in self.partitions[low:high]
+            ]
             skipped_runs = bytes(target is None for target in targets)
         applied = apply_set_runs(
             bucket,
@@ -226,12 +230,13 @@ class _BundleRequest(OrderedReply):
             self._await_lines(bucket, low, applied.lines, targets)
         return applied.lines
 
-    def _target_at_once(self, bucket: Bucket, run: BundleRun) -> DurabilityTarget | None:
-        """How durable a run must be; None if it waits behind others, or is to be refused."""
+    def _target_at_once(self, bucket: Bucket, partition_id: PartitionId) -> DurabilityTarget | None:
+        """How durable a run for a partition must be; None if it waits behind others, or is to be
+        refused."""
         context, request = self._context, self._request
-        if run.partition >= len(bucket.partitions):
+        if partition_id >= len(bucket.partitions):
             return None
-        partition = bucket.partitions[run.partition]
+        partition = bucket.partitions[partition_id]
         if context.has_earlier(partition):
             return None
         try:
