@@ -33,6 +33,7 @@ from upr_protocol.wire import (
     SessionState,
     SetFrames,
     StreamEnd,
+    StreamEnds,
     cycle_end_frame,
     decode_results,
     encode_reply,
@@ -287,7 +288,7 @@ class ServerSession(Session):
 
     def _return_barriers(self, cookies: list[bytes]) -> None:
         if cookies:
-            ends = self.snapshot_ends
+            ends = StreamEnds(self.snapshot_ends)
             for cookie in cookies:
                 self.send(BarrierReply(cookie, ends))
 

@@ -80,6 +80,7 @@ from upr_protocol.wire.streaming import (
     PartitionSnapshot,
     PartitionStart,
     StreamEnd,
+    StreamEnds,
     cycle_end_frame,
     snapshot_frame,
 )
@@ -181,6 +182,7 @@ __all__ = [
     "StatsReply",
     "Stream",
     "StreamEnd",
+    "StreamEnds",
     "StreamReply",
     "UsersReply",
     "cycle_end_frame",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import cached_property
 from struct import Struct
 from typing import Any, Final
 
@@ -16,6 +18,7 @@ from upr_protocol.wire.columns import CHUNK, member, member_of, octets, row, tup
 from upr_protocol.wire.message import (
     AFTER_HANDSHAKE,
     DATA,
+    SMALL_BYTES,
     STREAMING,
     Message,
     Role,
@@ -150,6 +153,21 @@ def cycle_end_frame(cycle: int) -> bytes:
     return pack_header(CycleEnd.opcode, 0, NO_PARTITION, 0, len(body), crc32c(body)) + body
 
 
+class StreamEnds(tuple[tuple[PartitionId, SeqNo], ...]):  # noqa: SLOT001  # tuples have no slots
+    """The ends that several `BarrierReply`s have in common. They are encoded once: 1,024 of them
+    take 90 µs, and 64 barriers may return at a time."""
+
+    @cached_property
+    def encoded(self) -> bytes:
+        """The ends, as `BarrierReply` has them."""
+        return _packed_ends(self)
+
+
+def _packed_ends(ends: Sequence[tuple[PartitionId, SeqNo]]) -> bytes:
+    flat = [value for pair in ends for value in pair]
+    return Struct("<H" + "HQ" * len(ends)).pack(len(ends), *flat)
+
+
 class BarrierReply(Message, frozen=True):
     """Returns a barrier: since it arrived, the server has streamed or skipped every stream."""
 
@@ -169,16 +187,9 @@ class BarrierReply(Message, frozen=True):
     ends: tuple[tuple[PartitionId, SeqNo], ...]
 
     def body_buffers(self) -> tuple[Buffer, ...]:
-        flat = [value for pair in self.ends for value in pair]
-        return (
-            b"".join(
-                (
-                    _U16.pack(len(self.cookie)),
-                    self.cookie,
-                    Struct("<H" + "HQ" * len(self.ends)).pack(len(self.ends), *flat),
-                )
-            ),
-        )
+        ends = self.ends.encoded if isinstance(self.ends, StreamEnds) else _packed_ends(self.ends)
+        cookie = _U16.pack(len(self.cookie)) + self.cookie
+        return (cookie + ends,) if len(ends) <= SMALL_BYTES else (cookie, ends)
 
     @classmethod
     def unpack_body(cls, body: Buffer) -> tuple[Any, ...]:

@@ -26,7 +26,7 @@ from tests.protocol.session.kit import (
 )
 from upr_kernel import pack_header
 from upr_protocol.errors import LocalProtocolError, RemoteProtocolError, Status
-from upr_protocol.ids import SeqNo
+from upr_protocol.ids import PartitionId, SeqNo
 from upr_protocol.limits import (
     COOKIE_BYTES_MAX,
     FRAME_BODY_BYTES_MAX,
@@ -51,6 +51,7 @@ from upr_protocol.wire import (
     Credit,
     Get,
     GetReply,
+    Go,
     Hello,
     HelloReply,
     ListBuckets,
@@ -256,6 +257,26 @@ def test_a_cookie_is_short_but_not_empty(cookie: bytes) -> None:
     pair = Pair.in_state(SessionState.STREAMING)
     pair.client_says(Barrier(b"x" * COOKIE_BYTES_MAX), Barrier(b"\0"))
     refused_by_both(pair.client, pair.server, Barrier(cookie), Status.MALFORMED)
+
+
+def test_barriers_that_come_back_together_share_the_encoded_ends() -> None:
+    """64 of them, each with the ends of 1,024 streams, took 6 ms of one step."""
+    pair = Pair.in_state(SessionState.OPEN)
+    partitions = range(200)
+    for partition in partitions:
+        pair.accept(partition, partition + 1)
+    cookies = [b"%d" % index for index in range(OPEN_BARRIERS_MAX)]
+    pair.client_says(Go(), *map(Barrier, cookies))
+    while pair.server.next_partition() is not None:
+        pair.server.end_turn()
+    buffers = pair.server.take_outgoing(0.0)
+    ends = [buffer for buffer in buffers if len(buffer) > len(partitions)]
+    assert len(ends) == len(cookies)
+    assert len({id(buffer) for buffer in ends}) == 1
+    pair.client.receive(b"".join(buffers), 0.0)
+    replies = [reply for reply in pair.client.messages() if isinstance(reply, BarrierReply)]
+    expected_ends = tuple((PartitionId(partition), SeqNo(0)) for partition in partitions)
+    assert replies == [BarrierReply(cookie, expected_ends) for cookie in cookies]
 
 
 @pytest.mark.parametrize("cookie", [b"second", b"third"])
