@@ -11,8 +11,11 @@ once. Further options go to the indexer.
 from __future__ import annotations
 
 import argparse
+import io
 import json
 import multiprocessing
+import shutil
+import sys
 import tempfile
 import threading
 import time
@@ -23,7 +26,7 @@ from ctypes import c_double, c_longlong
 from itertools import islice
 from multiprocessing.sharedctypes import Synchronized
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, cast
 
 import attrs
 
@@ -60,6 +63,12 @@ TIMEOUT_S: Final = 30.0
 ANY_SCANS: Final = 5
 """Scans at `any` that follow each scan that waits."""
 
+CREDIT_TIMEOUT_S: Final = 120.0
+"""How long a write waits where the server's memory is full, as the disk is slower."""
+
+DISK_BYTES: Final = 5000
+"""What a document takes of the disk at most: at the server, in SQLite, and in four indexes."""
+
 CITIES: Final = 1000
 MAKERS: Final = 100_000
 FIRST: Final = {
@@ -73,6 +82,7 @@ ADDED: Final = {"indexes": {"n": {"key": ["n"]}}}
 SQLITE: Final = (("$.city",), ("$.city", "$.n"), ("$.maker.name",))
 NAMES: Final = {"first/city", "first/city_n", "first/maker"}
 SPAWN: Final = multiprocessing.get_context("spawn")
+STARTED_AT: Final = time.monotonic()
 
 
 def document(number: int, version: int = 0) -> tuple[bytes, bytes]:
@@ -98,10 +108,18 @@ def publish(
     url: str, rows: Iterator[tuple[bytes, bytes]], on_batch: Callable[[Results], bool]
 ) -> None:
     """Writes documents, until they end or `on_batch`, called with the results of each batch, says
-    no."""
-    with BlockingClient(url) as client:
+    no.
+
+    Raises:
+        SystemExit: A document could not be written.
+    """
+    with BlockingClient(url, credit_timeout_s=CREDIT_TIMEOUT_S) as client:
         while batch := [Mutation(Operation.SET, *row) for row in islice(rows, BATCH)]:
-            if not on_batch(client.apply(batch)):
+            results = client.apply(batch)
+            failure = next((row for row in results if isinstance(row, Failure)), None)
+            if failure is not None:
+                raise SystemExit(f"a document was not written: {failure}")
+            if not on_batch(results):
                 return
 
 
@@ -225,6 +243,8 @@ def beside(writing: Writing) -> Iterator[Counters]:
         process.start()
     try:
         while not counters.received.value:
+            if not all(process.is_alive() for process in processes):
+                raise SystemExit("the writer or the consumer has ended; it says why above")
             threading.Event().wait(POLL_S)
         yield counters
     finally:
@@ -275,7 +295,7 @@ class Phase:
         return (
             counters.written.value,
             counters.received.value,
-            self._asking.status()["applied"],
+            self._asking.status().get("applied", 0),
             counters.late_s.value,
             counters.chunks.value,
         )
@@ -322,6 +342,11 @@ def for_seconds(seconds: float) -> Callable[[], bool]:
     return goes_on
 
 
+def tell(text: str) -> None:
+    """Prints a line, and how long the program has run."""
+    print(f"[{time.monotonic() - STARTED_AT:5.0f} s] {text}")
+
+
 def main() -> None:
     """Measures and prints."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -356,10 +381,13 @@ def main() -> None:
     parser.add_argument("--data-dir", type=Path, help="where to keep everything meanwhile")
     parser.add_argument("--no-sqlite", action="store_true")
     options, indexer_options = parser.parse_known_args()
+    # Each line when it is known: a run that is cut has printed what it has measured.
+    cast("io.TextIOWrapper", sys.stdout).reconfigure(line_buffering=True)
+    _check_disk(options.data_dir, options.documents)
     for count in options.worker_counts or [0]:
         in_workers = []
         if count:
-            print(f"--- workers: {count}", flush=True)
+            tell(f"--- workers: {count}")
             in_workers = ["--workers", str(count)]
         # A folder for each: the one before is removed, so that the disk need not have room for all.
         with tempfile.TemporaryDirectory(
@@ -367,6 +395,22 @@ def main() -> None:
         ) as folder:
             _measure(Path(folder), options, [*in_workers, *indexer_options])
         options.no_sqlite = True
+
+
+def _check_disk(folder: Path | None, document_count: int) -> None:
+    """Makes the folder, and refuses a run for which it has no room.
+
+    Raises:
+        SystemExit: It has none.
+    """
+    if folder is not None:
+        folder.mkdir(parents=True, exist_ok=True)
+    free_bytes = shutil.disk_usage(folder or tempfile.gettempdir()).free
+    if free_bytes < document_count * DISK_BYTES:
+        raise SystemExit(
+            f"{document_count:,} documents take {document_count * DISK_BYTES / 1e9:.0f} GB of the "
+            f"disk, and {free_bytes / 1e9:.0f} GB are free; name another --data-dir"
+        )
 
 
 def _counts(text: str) -> list[int]:
@@ -386,13 +430,15 @@ def _measure(data: Path, options: argparse.Namespace, indexer_options: list[str]
         url = f"upr://{address}/documents"
         with BlockingClient(f"upr://{address}/") as client:
             client.create_bucket("documents", PARTITIONS)
+        tell(f"writing {count:,} documents")
         began = time.monotonic()
         publish(url, documents(count), lambda _results: True)
-        print(f"{count:,} documents written: {count / (time.monotonic() - began):,.0f}/s")
-        print(f"the bare stream: {stream_rate(url):,.0f} mutations/s")
+        tell(f"{count:,} documents written: {count / (time.monotonic() - began):,.0f}/s")
+        tell(f"the bare stream: {stream_rate(url):,.0f} mutations/s")
         if not options.no_sqlite:
+            tell("writing them into SQLite")
             rate, used_us = sqlite_rate(data, documents(count), SQLITE)
-            print(
+            tell(
                 f"SQLite with the same three indexes: {rate:,.0f} documents/s, {used_us:.1f} µs of "
                 "a processor a document"
             )
@@ -404,29 +450,32 @@ def _measure(data: Path, options: argparse.Namespace, indexer_options: list[str]
             )
         )
         asking = stack.enter_context(IndexClient(where))
+        tell("the indexer reads the stream")
         began = time.monotonic()
-        while asking.status()["applied"] < count:
+        # A slice that has much to do may have no figures.
+        while asking.status().get("applied", 0) < count:
             threading.Event().wait(POLL_S)
-        print(f"stream read, no index yet: {count / (time.monotonic() - began):,.0f} documents/s")
+        tell(f"stream read, no index yet: {count / (time.monotonic() - began):,.0f} documents/s")
         asking.create("first", FIRST)
         times, took_s = ProcessorTimes(indexer=indexer, server=server), until_ready(asking, NAMES)
-        print(
+        tell(
             f"three indexes built: {count / took_s:,.0f} documents/s, {took_s:.0f} s; "
             f"{times.of_documents(count)}"
         )
         times, began = ProcessorTimes(indexer=indexer, server=server), time.monotonic()
         moved = count if options.moved is None else min(options.moved, count)
+        tell(f"writing {moved:,} documents once more")
         publish(url, documents(moved, -1), lambda _results: True)
         for name in NAMES:
             asking.count(name, consistency="now", timeout_s=300)
         took_s = time.monotonic() - began
-        print(
+        tell(
             f"{moved:,} written once more, moved in every index: {moved / took_s:,.0f} "
             f"documents/s, {took_s:.0f} s; {times.of_documents(moved)}"
         )
         _measure_load(url, where, asking, options)
         disk_bytes = sum(row["disk_bytes"] for row in asking.indexes())
-        print(
+        tell(
             f"memory of the indexer: {resident(indexer)} MiB; its four indexes: "
             f"{disk_bytes / 2**30:.1f} GiB"
         )
@@ -435,7 +484,7 @@ def _measure(data: Path, options: argparse.Namespace, indexer_options: list[str]
             entries = asking.count(name, consistency="now", timeout_s=300)
             if entries not in (count, count + 1):
                 raise SystemExit(f"{name} has {entries} entries, not {count}")
-        print("compared: every index has an entry for each document")
+        tell("compared: every index has an entry for each document")
 
 
 def _measure_load(url: str, indexer: str, asking: IndexClient, options: argparse.Namespace) -> None:
@@ -453,10 +502,10 @@ def _measure_load(url: str, indexer: str, asking: IndexClient, options: argparse
         until_known(asking, "added/n")
         phase.run("while one index more is built beside that", is_building)
     if not is_in_time():
-        print("the writer was ended before the build had caught up")
+        tell("the writer was ended before the build had caught up")
     until_ready(asking, {"added/n"})
     took_s = time.monotonic() - began
-    print(f"one index built: {options.documents / took_s:,.0f} documents/s, {took_s:.0f} s")
+    tell(f"one index built: {options.documents / took_s:,.0f} documents/s, {took_s:.0f} s")
 
 
 def until_known(asking: IndexClient, name: str) -> None:
