@@ -16,7 +16,14 @@ from upr_protocol.errors import UprError
 from upr_server.indexer.app import serve
 from upr_server.indexer.config import load_config
 from upr_server.indexer.indexer import SWITCH_INTERVAL_S
-from upr_server.runtime import ConfigError, collect_rarely, keep_heap_small, set_up_logging
+from upr_server.runtime import (
+    SHORT_SLICE_S,
+    ConfigError,
+    collect_rarely,
+    keep_heap_small,
+    set_time_slice,
+    set_up_logging,
+)
 
 EXIT_FAILED: Final = 1
 
@@ -171,6 +178,8 @@ def main(config_path: Path | None, **options: Any) -> None:
     faulthandler.enable(2)
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     keep_heap_small()
+    # Where processors are scarce, a scan comes before what works for long.
+    set_time_slice(SHORT_SLICE_S)
     # The received keys and the documents of a round are many objects, none of them in a cycle.
     collect_rarely()
     try:

@@ -31,6 +31,7 @@ from upr_server.indexer.document_rows import RoundChanges
 from upr_server.indexer.index_batch import IndexBatch
 from upr_server.indexer.index_file import EntrySource, IndexFile
 from upr_server.indexer.pool import MemoryPool
+from upr_server.runtime import in_background
 
 T = TypeVar("T")
 
@@ -62,9 +63,15 @@ def worker_thread() -> BlockingRunner:
     limiter = trio.CapacityLimiter(1)
 
     async def work(function: Callable[[], T]) -> T:
-        return await trio.to_thread.run_sync(function, limiter=limiter)
+        return await trio.to_thread.run_sync(_called_in_background, function, limiter=limiter)
 
     return work
+
+
+def _called_in_background(function: Callable[[], T]) -> T:
+    """What a function gives, called so that scans and other processes have their turns first."""
+    with in_background():
+        return function()
 
 
 @attrs.define(eq=False)

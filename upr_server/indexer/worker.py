@@ -8,7 +8,7 @@ import signal
 import socket
 import sys
 from collections.abc import AsyncGenerator, Callable
-from contextlib import aclosing, closing, suppress
+from contextlib import aclosing, closing
 from functools import partial
 from typing import Any, Final
 
@@ -37,7 +37,7 @@ from upr_server.indexer.worker_messages import (
     WorkerSettings,
     failure_of,
 )
-from upr_server.runtime import collect_rarely, set_up_logging
+from upr_server.runtime import collect_rarely, set_time_slice, set_up_logging
 
 STOP_MARGIN_S: Final = 1.0
 """The indexer waits for so much longer than the worker applies what it has read."""
@@ -154,15 +154,6 @@ async def _serve(descriptor: int) -> None:
         await serve_slice(stream, _set_up)
 
 
-def _interrupt_nobody() -> None:
-    """Has Linux let other processes finish their turns when this one wakes. The threads of a worker
-    wake each other thousands of times a second, and would interrupt the process that answers scans
-    each time. The worker has as much of the processors as before."""
-    # A sandbox may forbid it.
-    with suppress(OSError):
-        os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
-
-
 def main(descriptor: int) -> None:
     """Runs a worker until the indexer says so, or has gone.
 
@@ -175,7 +166,9 @@ def main(descriptor: int) -> None:
         signal.signal(number, signal.SIG_IGN)
     # A crash in C tells its place on standard error.
     faulthandler.enable(2)
-    _interrupt_nobody()
+    # Its threads wake each other thousands of times a second, and would interrupt the process that
+    # answers scans each time.
+    set_time_slice(0, is_batch=True)
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     collect_rarely()
     trio.run(_serve, descriptor)

@@ -28,11 +28,13 @@ from upr_server.runtime.memory_return import (
 from upr_server.runtime.settings import ConfigError, load_settings
 from upr_server.runtime.signals import run_until_signal
 from upr_server.runtime.system import System
+from upr_server.runtime.time_slice import SHORT_SLICE_S, in_background, set_time_slice
 from upr_server.runtime.turn_timer import TurnTimer
 
 __all__ = [
     "FAILURES_MAX",
     "FAILURE_DELAY_S",
+    "SHORT_SLICE_S",
     "AuditLog",
     "AuditLogError",
     "BoundListeners",
@@ -50,6 +52,7 @@ __all__ = [
     "collect_only_young",
     "collect_rarely",
     "essential",
+    "in_background",
     "is_loopback",
     "keep_heap_small",
     "load_settings",
@@ -57,5 +60,6 @@ __all__ = [
     "open_listeners",
     "parse_listen",
     "run_until_signal",
+    "set_time_slice",
     "set_up_logging",
 ]
