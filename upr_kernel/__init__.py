@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Final
 from upr_kernel.defects import ChunkDefectError, Defect
 from upr_kernel.flags import HAS_PREFIX, HAS_SEQS, MAY_EXPIRE, SEQS_RISE, UNCONDITIONAL
 
-REVISION: Final = 12
+REVISION: Final = 13
 """Raised with each change of the interface: a library that was built before it is not used."""
 
 NATIVE: Final = "native"
@@ -34,6 +34,7 @@ if TYPE_CHECKING or environ.get("UPR_PURE_PYTHON", "0") not in ("", "0"):
         index_entries,
         join_runs,
         join_sets,
+        number_rows,
         pack_header,
         read_header,
         select_prefix,
@@ -57,6 +58,7 @@ else:
             index_entries,
             join_runs,
             join_sets,
+            number_rows,
             pack_header,
             read_header,
             select_prefix,
@@ -80,6 +82,7 @@ else:
             index_entries,
             join_runs,
             join_sets,
+            number_rows,
             pack_header,
             read_header,
             select_prefix,
@@ -110,6 +113,7 @@ __all__ = [
     "index_entries",
     "join_runs",
     "join_sets",
+    "number_rows",
     "pack_header",
     "read_header",
     "select_prefix",

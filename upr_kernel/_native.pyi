@@ -14,6 +14,7 @@ from upr_kernel.pure import gather as gather
 from upr_kernel.pure import index_entries as index_entries
 from upr_kernel.pure import join_runs as join_runs
 from upr_kernel.pure import join_sets as join_sets
+from upr_kernel.pure import number_rows as number_rows
 from upr_kernel.pure import pack_header as pack_header
 from upr_kernel.pure import read_header as read_header
 from upr_kernel.pure import select_prefix as select_prefix

@@ -13,7 +13,7 @@ from typing import Final
 from tests.fuzz.frames import MENDED
 from tests.fuzz.mending import mended_chunk, mended_frames
 from tests.kernel.answers import SeveralAnswers
-from tests.kernel.builds import agreed
+from tests.kernel.builds import BUILDS, agreed, outcome
 from tests.kernel.open_rows import PARTITIONS, Partitions
 from tests.kernel.tables import Tables
 from upr_kernel.pure.columns import HEAD, HEAD_BYTES
@@ -44,6 +44,7 @@ def chunks(data: bytes) -> None:
         tables.put_damaged(chunk, low, high, 1 + first)
     tables.check()
     _gather(chunk, count, first)
+    _number(chunk, first)
     _add_runs(chunk, count, first)
     _join_runs(chunk, first)
 
@@ -66,6 +67,17 @@ def _gather(chunk: bytes, count: int, first: int) -> None:
         if answer == "returned":
             result = Chunk(gathered)
             assert all(low <= high for low, high in pairwise(result.key_offsets.tolist()))
+
+
+def _number(chunk: bytes, first: int) -> None:
+    for numbers in ((1, 1 << 40, 0, first), (first, (1 << 64) - 1 - first, 7, 3)):
+        memories = [bytearray(chunk) for _ in BUILDS]
+        outcomes = [
+            outcome(build.number_rows, memory, *numbers)
+            for build, memory in zip(BUILDS.values(), memories, strict=True)
+        ]
+        assert all(result == outcomes[0] for result in outcomes), (chunk, numbers, outcomes)
+        assert all(memory == memories[0] for memory in memories), (chunk, numbers)
 
 
 def _join_runs(chunk: bytes, first: int) -> None:

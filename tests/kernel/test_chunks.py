@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.kernel.builds import BUILDS, agreed
+from tests.kernel.builds import BUILDS, agreed, outcome
 from tests.kernel.fuzz import mutated
 from tests.kernel.targets import TARGETS
 from tests.protocol.strategies import published_chunks, stored_chunks
@@ -21,6 +21,7 @@ from upr_kernel import (
     UNCONDITIONAL,
     Defect,
 )
+from upr_kernel.pure.columns import Columns
 from upr_protocol.chunk import Chunk, Mutation, chunk_of_plain_sets, published_chunk
 from upr_protocol.chunk.layout import offsets_of
 from upr_protocol.hashing import partition_of
@@ -111,6 +112,42 @@ def test_each_damage_has_its_defect(offset: int, value: int, defect: Defect) -> 
     chunk[offset : offset + 4] = value.to_bytes(4, "little")
     result = agreed("check", bytes(chunk), STORED_OPERATIONS, *LIMITS, PREFIX)
     assert result == ("damaged", defect)
+
+
+@given(
+    published_chunks(),
+    st.integers(0, (1 << 64) + 3),
+    st.integers(0, (1 << 64) + 3),
+    st.integers(-1, 1 << 64),
+)
+def test_numbering_in_place_writes_two_columns_and_the_range(
+    chunk: Chunk, seq: int, cas: int, start: int
+) -> None:
+    ends = []
+    for build in BUILDS.values():
+        memory = bytearray(bytes(chunk))
+        ends.append((outcome(build.number_rows, memory, seq, cas, start, 7), memory))
+    assert all(end == ends[0] for end in ends)
+    in_range = max(seq, cas) + chunk.count < 1 << 64 and 0 <= start < 1 << 64
+    result, memory = ends[0]
+    if not in_range:
+        assert result == ("raised", OverflowError)
+        assert memory == bytes(chunk)
+        return
+    assert result == ("returned", None)
+    columns = Columns(memory)
+    assert (columns.start, columns.end) == (start, 7)
+    for first, offset in ((seq, columns.seqs_at), (cas, columns.cas_at)):
+        numbers = columns.column(offset, 8, 0, chunk.count).cast("Q").tolist()
+        assert numbers == list(range(first, first + chunk.count))
+    assert memory[columns.expiries_at :] == bytes(chunk)[columns.expiries_at :]
+
+
+@pytest.mark.parametrize("build", BUILDS)
+def test_what_cannot_be_written_is_not_numbered(build: str) -> None:
+    chunk = bytes(chunk_of_plain_sets([b"a"], [b"1"]))
+    with pytest.raises(BufferError):
+        BUILDS[build].number_rows(chunk, 1, 1, 0, 1)
 
 
 @st.composite

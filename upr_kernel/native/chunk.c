@@ -449,6 +449,39 @@ done:
     return result;
 }
 
+/* Numbering in place. */
+
+PyObject *
+number_rows(PyObject *Py_UNUSED(module), PyObject *const *args, Py_ssize_t count)
+{
+    uint64_t first_seq, first_cas, start, end;
+    Py_buffer buffer;
+    Chunk chunk;
+    if (!takes("number_rows", count, 5, 5) || !number_of(args[1], &first_seq) ||
+        !number_of(args[2], &first_cas) || !number_of(args[3], &start) || !number_of(args[4], &end))
+        return NULL;
+    if (PyObject_GetBuffer(args[0], &buffer, PyBUF_WRITABLE) < 0)
+        return NULL;
+    PyObject *result = NULL;
+    if (!chunk_read(&chunk, &buffer))
+        goto done;
+    if (first_seq > UINT64_MAX - chunk.count || first_cas > UINT64_MAX - chunk.count) {
+        PyErr_SetString(PyExc_OverflowError, "a number is out of range");
+        goto done;
+    }
+    store_u32((uint8_t *)buffer.buf + 12, 0);
+    store_u64((uint8_t *)buffer.buf + 16, start);
+    store_u64((uint8_t *)buffer.buf + 24, end);
+    for (size_t row = 0; row < chunk.count; row++)
+        store_u64(column(chunk.seqs) + 8 * row, first_seq + row);
+    for (size_t row = 0; row < chunk.count; row++)
+        store_u64(column(chunk.cas) + 8 * row, first_cas + row);
+    result = Py_NewRef(Py_None);
+done:
+    PyBuffer_Release(&buffer);
+    return result;
+}
+
 /* Selecting by key. */
 
 /* Writes a byte for each row: 1 where its key does not begin with the prefix. How many do not. */

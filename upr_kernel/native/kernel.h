@@ -237,6 +237,7 @@ bool number_of(PyObject *object, uint64_t *number);
 /* The parts of the module, one a file. */
 PyObject *check(PyObject *module, PyObject *const *args, Py_ssize_t count);
 PyObject *gather(PyObject *module, PyObject *const *args, Py_ssize_t count);
+PyObject *number_rows(PyObject *module, PyObject *const *args, Py_ssize_t count);
 PyObject *select_prefix(PyObject *module, PyObject *const *args, Py_ssize_t count);
 PyObject *split_rows(PyObject *module, PyObject *const *args, Py_ssize_t count);
 PyObject *find_misplaced(PyObject *module, PyObject *const *args, Py_ssize_t count);

@@ -60,6 +60,7 @@ static PyMethodDef functions[] = {
     {"index_entries", (PyCFunction)(void (*)(void))index_entries, METH_FASTCALL, NULL},
     {"join_runs", (PyCFunction)(void (*)(void))join_runs, METH_FASTCALL, NULL},
     {"join_sets", (PyCFunction)(void (*)(void))join_sets, METH_FASTCALL, NULL},
+    {"number_rows", (PyCFunction)(void (*)(void))number_rows, METH_FASTCALL, NULL},
     {"pack_header", (PyCFunction)(void (*)(void))pack_header, METH_FASTCALL, NULL},
     {"read_header", (PyCFunction)(void (*)(void))read_header, METH_FASTCALL, NULL},
     {"select_prefix", (PyCFunction)(void (*)(void))select_prefix, METH_FASTCALL, NULL},

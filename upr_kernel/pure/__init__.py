@@ -3,7 +3,7 @@
 from upr_kernel.pure.answer_records import answer_records
 from upr_kernel.pure.answers import Answers
 from upr_kernel.pure.bundles import join_runs
-from upr_kernel.pure.chunks import check, gather, select_prefix
+from upr_kernel.pure.chunks import check, gather, number_rows, select_prefix
 from upr_kernel.pure.frames import encode_replies, join_sets, pack_header, read_header
 from upr_kernel.pure.key_index import index_entries
 from upr_kernel.pure.key_table import KeyTable
@@ -25,6 +25,7 @@ __all__ = [
     "index_entries",
     "join_runs",
     "join_sets",
+    "number_rows",
     "pack_header",
     "read_header",
     "select_prefix",

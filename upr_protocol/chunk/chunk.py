@@ -18,6 +18,7 @@ from upr_kernel import (
     check,
     find_misplaced,
     gather,
+    number_rows,
     select_prefix,
 )
 from upr_protocol.chunk.columns import Columns
@@ -43,7 +44,6 @@ from upr_protocol.ids import (
 )
 from upr_protocol.limits import KEY_BYTES_MAX, VALUE_BYTES_MAX
 
-_TWO_NUMBERS: Final = Struct("<QQ")
 _COLUMNS_OF_ONE: Final = Struct(f"<{CHUNK_HEAD.size}xQQI4xI4x16xB")
 _SET: Final = bytes((Operation.SET,))
 
@@ -309,30 +309,22 @@ class Chunk(Columns):
     # Chunks from chunks.
 
     def numbered(self, first_seq: SeqNo, first_cas: Cas, start: SeqNo, end: SeqNo) -> Chunk:
-        """This published chunk with consecutive numbers and CAS values, as a stored one.
-
-        One copy of the bytes and no work a mutation beyond writing two columns.
-        """
-        count = self.count
-        after_cas = CHUNK_HEAD_BYTES + 16 * count
-        head = CHUNK_HEAD.pack(count, self.key_length, self.value_length, 0, start, end)
-        if count == 1:
-            numbers = _TWO_NUMBERS.pack(first_seq, first_cas)
-            return Chunk(b"".join((head, numbers, self._view[after_cas:])))
-        seqs = array("Q", range(first_seq, first_seq + count))
-        cas = array("Q", range(first_cas, first_cas + count))
-        return Chunk(b"".join((head, seqs, cas, self._view[after_cas:])))
+        """This published chunk with consecutive numbers and CAS values, as a stored one. One copy
+        of the bytes, and no work of Python a mutation."""
+        rows = (self._view, 0, self.count, None, first_seq, first_cas)
+        return Chunk(gather([rows], start, end))
 
     def numbered_in_place(
         self, first_seq: SeqNo, first_cas: Cas, start: SeqNo, end: SeqNo
     ) -> Chunk:
-        """The same, in this chunk's own memory, if it has one mutation and can be written. This
-        chunk must not be used any more, then. No copy."""
-        if self.count != 1 or self._view.readonly:
+        """The same, in this chunk's own memory, if that can be written. Afterwards this chunk
+        serves for its keys, values and the like only: its numbers and its range are those of the
+        new one. No copy."""
+        view = self._view
+        if view.readonly:
             return self.numbered(first_seq, first_cas, start, end)
-        CHUNK_HEAD.pack_into(self._view, 0, 1, self.key_length, self.value_length, 0, start, end)
-        _TWO_NUMBERS.pack_into(self._view, CHUNK_HEAD_BYTES, first_seq, first_cas)
-        return Chunk(self._view.toreadonly())
+        number_rows(view, first_seq, first_cas, start, end)
+        return Chunk(view.toreadonly())
 
     def slice(self, after: SeqNo, through: SeqNo) -> Chunk:
         """The mutations in (`after`, `through`], covering just that range.

@@ -559,14 +559,23 @@ def test_numbering_writes_two_columns_and_the_range(
     chunk: Chunk, seq: int, cas: int, gap: int
 ) -> None:
     start, end = SeqNo(seq), SeqNo(seq + len(chunk) + gap)
-    numbered = chunk.numbered(SeqNo(seq + 1), Cas(cas), start, end)
-    assert (numbered.start, numbered.end) == (start, end)
-    assert list(numbered) == [
+    rows = [
         Mutation(
             row.op, row.key, row.value, SeqNo(seq + 1 + n), Cas(cas + n), row.flags, row.expiry
         )
         for n, row in enumerate(chunk)
     ]
+    memory = bytearray(bytes(chunk))
+    for numbered in (
+        chunk.numbered(SeqNo(seq + 1), Cas(cas), start, end),
+        Chunk(bytes(chunk)).numbered_in_place(SeqNo(seq + 1), Cas(cas), start, end),
+        Chunk(memory).numbered_in_place(SeqNo(seq + 1), Cas(cas), start, end),
+        # Once more, as where a chunk was only looked at before.
+        Chunk(memory).numbered_in_place(SeqNo(seq + 1), Cas(cas), start, end),
+    ):
+        assert (numbered.start, numbered.end) == (start, end)
+        assert list(numbered) == rows
+    assert memory == bytes(numbered)
 
 
 @given(U64, U64, st.booleans())

@@ -3,7 +3,7 @@
 Three kinds, which differ in where the numbers stand:
 
 - a `PublishedArray` is a publisher's chunk, kept as it came: its mutations have consecutive
-  numbers, which are written into columns only if it lives to be encoded;
+  numbers, which are written into its columns only if it lives to be encoded;
 - a `SingleArray` is one mutation with a large value, which is copied only if it lives to be
   encoded;
 - a `NumberedArray` was filled, or is what is left of arrays that were mostly skipped.
@@ -132,7 +132,13 @@ class DocumentArray(ABC):
 
 
 class PublishedArray(DocumentArray):
-    """A publisher's chunk of `SET`s as it came, numbered consecutively."""
+    """A publisher's chunk of `SET`s as it came, numbered consecutively.
+
+    Args:
+        chunk: The chunk, which belongs to nobody else from now on: it becomes the stored chunk.
+        first_seq: The number of its first mutation.
+        first_cas: The CAS of its first mutation.
+    """
 
     __slots__ = ("_chunk", "_first_cas")
 
@@ -168,7 +174,7 @@ class PublishedArray(DocumentArray):
         return range(self.first_seq, self.first_seq + self.count)
 
     def whole(self, start: SeqNo, end: SeqNo) -> Chunk:
-        return self._chunk.numbered(self.first_seq, self._first_cas, start, end)
+        return self._chunk.numbered_in_place(self.first_seq, self._first_cas, start, end)
 
     def rows(self, after: int, through: int) -> list[Rows]:
         # Only counters make segments end inside an array, and there are none between its numbers.
