@@ -6,6 +6,8 @@ from collections.abc import Iterator, Sequence
 from typing import Final
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from tests.storage.log_model import chunk_of, record_of, row
 from upr_protocol.chunk import Mutation
@@ -218,3 +220,38 @@ def test_a_key_hidden_by_a_flipped_bit_is_not_reported_missing(
     assert damaged is not None
     assert is_damaged(damaged)
     assert None not in logged_index.find(b"key 9" if last < b"1" else b"key 1")
+
+
+CHANGES: Final = st.lists(
+    st.tuples(
+        st.sampled_from([Operation.SET, Operation.DELETE]),
+        st.sampled_from([b"a", b"b", b"c", b"d"]),
+        st.sampled_from([0, 10, 20]),
+    ),
+    min_size=1,
+    max_size=6,
+)
+
+
+@given(st.lists(CHANGES, max_size=6))
+def test_the_index_knows_items_and_expiries_whether_their_keys_are_new_or_known(
+    batches: list[list[tuple[Operation, bytes, int]]],
+) -> None:
+    logged = LoggedIndex(SimulatedDisk(), SimulatedDisk())
+    newest: dict[bytes, Mutation] = {}
+    seq = 0
+    for changes in batches:
+        rows = []
+        for operation, key, expiry in changes:
+            seq += 1
+            rows.append(row(operation, key, seq, seq, expiry if operation is Operation.SET else 0))
+            newest[key] = rows[-1]
+        logged.commit(rows)
+        mark = logged.index.follow_log(0, len(rows))
+        items = {key: change for key, change in newest.items() if change.op is Operation.SET}
+        assert (mark.seq, mark.item_count) == (seq, len(items))
+        assert logged.find(*newest) == [items.get(key) for key in newest]
+        expired, _ = logged.index.find_expired(20, b"", 100)
+        assert {(item.key, item.seq, item.expiry) for item in expired} == {
+            (key, change.seq, change.expiry) for key, change in items.items() if change.expiry
+        }

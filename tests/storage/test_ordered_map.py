@@ -38,7 +38,8 @@ VALUES: Final = st.one_of(st.binary(max_size=20), st.just(bytes(5_000)))
 # A transaction: what it does, and whether it ends as it should.
 Step = tuple[str, list[tuple[bytes, bytes]]]
 STEPS: Final[st.SearchStrategy[Step]] = st.tuples(
-    st.sampled_from(["put", "put_all", "delete"]), st.lists(st.tuples(KEYS, VALUES), max_size=6)
+    st.sampled_from(["put", "put_all", "put_new", "delete"]),
+    st.lists(st.tuples(KEYS, VALUES), max_size=6),
 )
 TRANSACTIONS: Final = st.lists(
     st.tuples(st.lists(STEPS, max_size=5), st.sampled_from([True, True, False])), max_size=12
@@ -518,6 +519,12 @@ def apply(transaction: WriteTransaction, model: dict[bytes, bytes], step: Step) 
     if action == "put_all":
         transaction.put_all(items)
         model.update(items)
+        return
+    if action == "put_new":
+        unique_items = dict(items)
+        new_items = {key: value for key, value in unique_items.items() if key not in model}
+        assert transaction.put_new(list(unique_items.items())) == len(new_items)
+        model.update(new_items)
         return
     for key, value in items:
         if action == "put":

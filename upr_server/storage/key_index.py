@@ -85,6 +85,8 @@ class KeyIndex:
     def __init__(self, ordered_map: OrderedMap, log: ChunkLog) -> None:
         self.ordered_map = ordered_map
         self._log = log
+        # Partitions of which most keys were known when some were last indexed.
+        self._renewing: set[int] = set()
 
     def watermark(self, partition: int) -> Watermark:
         """How far the index has followed the log of a partition.
@@ -146,8 +148,17 @@ class KeyIndex:
                 mutations_max -= sum(chunk.count for chunk in part.chunks)
         if not parts:
             return {}
+        marks: dict[int, Watermark] = {}
         with self.ordered_map.write() as transaction:
-            return {part.partition: _put_entries(transaction, part) for part in parts}
+            for part in parts:
+                is_renewing = part.partition in self._renewing
+                mark, known_share = _put_entries(transaction, part, expects_new=not is_renewing)
+                marks[part.partition] = mark
+                if known_share > 0.5:
+                    self._renewing.add(part.partition)
+                else:
+                    self._renewing.discard(part.partition)
+        return marks
 
     def _read_log(self, partition: int, mutations_max: int, through: SeqNo) -> _LogPart | None:
         """The next part of a partition's log to index; None if the index has come so far."""
@@ -455,24 +466,53 @@ def _garbage_bytes(chunks: Sequence[Chunk], new_keys: int) -> int:
     return superseded + CHUNK_BYTES * len(chunks)
 
 
-def _put_entries(transaction: WriteTransaction, part: _LogPart) -> Watermark:
-    """Indexes a part of a partition's log. Returns the new watermark."""
+def _put_entries(
+    transaction: WriteTransaction, part: _LogPart, *, expects_new: bool
+) -> tuple[Watermark, float]:
+    """Indexes a part of a partition's log.
+
+    Args:
+        transaction: Where to put the entries.
+        part: The part.
+        expects_new: Whether most of its keys are likely to be new to the index.
+
+    Returns:
+        The new watermark, and the share of the keys that the index knew.
+    """
     partition, mark, chunks = part
     entries, new_items, may_expire = _entries(partition, chunks)
-    items, known_keys = mark.item_count + new_items, 0
-    for key, old_value in transaction.get_all([key for key, _ in entries]):
-        known_keys += 1
+    items = mark.item_count + new_items
+    replaced = _replaced_entries(transaction, entries, expects_new=expects_new)
+    for key, old_value in replaced:
         old_entry = KeyIndexEntry.parse(key, old_value)
         items -= not old_entry.is_tombstone
         if old_entry.expiry:
             transaction.delete(expiry_key(old_entry.expiry, partition, old_entry.seq))
-    transaction.put_all(entries)
     if may_expire:
         transaction.put_all(_expiring(partition, entries))
-    garbage_bytes = mark.garbage_bytes + _garbage_bytes(chunks, len(entries) - known_keys)
+    garbage_bytes = mark.garbage_bytes + _garbage_bytes(chunks, len(entries) - len(replaced))
     mark = Watermark(chunks[-1].end, items, garbage_bytes, mark.damaged_through)
     _put_watermark(transaction, partition, mark)
-    return mark
+    return mark, len(replaced) / max(len(entries), 1)
+
+
+def _replaced_entries(
+    transaction: WriteTransaction, entries: Sequence[tuple[bytes, bytes]], *, expects_new: bool
+) -> list[tuple[bytes, bytes]]:
+    """Puts entries, by rising key. Returns those that they have replaced."""
+    # The keys of a bulk load are all new: to look them up before would be a third of the work.
+    if expects_new and transaction.put_new(entries) == len(entries):
+        return []
+    # Copies: what is put next may move them.
+    known = [(key, bytes(old)) for key, old in transaction.get_all([key for key, _ in entries])]
+    if not expects_new:
+        transaction.put_all(entries)
+        return known
+    values = dict(entries)
+    # No number comes twice, so what was put just now differs from all that was there before.
+    replaced = [(key, old) for key, old in known if old != values[key]]
+    transaction.put_all([(key, values[key]) for key, _ in replaced])
+    return replaced
 
 
 def _entries(

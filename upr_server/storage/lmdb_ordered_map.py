@@ -452,6 +452,16 @@ class _WriteTransaction(_ReadTransaction):
         with self.transaction.cursor() as cursor:
             cursor.putmulti(items)
 
+    def put_new(self, items: Sequence[tuple[bytes, Buffer]]) -> int:
+        if self._is_summed:
+            new_items = [(key, value) for key, value in items if self.transaction.get(key) is None]
+            self.put_all(new_items)
+            return len(new_items)
+        self.is_changed = True
+        with self.transaction.cursor() as cursor:
+            _, count = cursor.putmulti(items, overwrite=False)
+            return int(count)
+
     def delete(self, key: bytes) -> None:
         self.is_changed = True
         if not self._cursor.set_key(key):

@@ -43,6 +43,10 @@ class WriteTransaction(ReadTransaction, Protocol):
     def put_all(self, items: Iterable[tuple[bytes, Buffer]]) -> None:
         """Sets many values; cheapest in rising order of their keys."""
 
+    def put_new(self, items: Sequence[tuple[bytes, Buffer]]) -> int:
+        """Sets those of many values whose keys are missing, and leaves the others; cheapest in
+        rising order of their keys, of which none may occur twice. Returns how many it has set."""
+
     def delete(self, key: bytes) -> None:
         """Deletes `key` if it exists."""
 

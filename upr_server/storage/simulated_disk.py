@@ -134,6 +134,11 @@ class _WriteTransaction(_ReadTransaction):
         for key, value in items:
             self.put(key, value)
 
+    def put_new(self, items: Sequence[tuple[bytes, Buffer]]) -> int:
+        new_items = [(key, value) for key, value in items if key not in self._items]
+        self.put_all(new_items)
+        return len(new_items)
+
     def delete(self, key: bytes) -> None:
         value = self._items.pop(key, None)
         self._before.setdefault(key, value)

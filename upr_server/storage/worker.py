@@ -12,6 +12,7 @@ The process ends when its pipe does. So however the server ends, it leaves no pr
 from __future__ import annotations
 
 import faulthandler
+import gc
 import signal
 import socket
 import sys
@@ -37,6 +38,10 @@ from upr_server.storage.storage_server import StorageServer
 NO_DESCRIPTOR: Final = -1
 """Stands for SLOTS_FD when no memory is shared with the process."""
 
+OBJECTS_BETWEEN_COLLECTIONS: Final = 100_000
+"""How many objects more must be made than freed before Python looks for cycles: more than one call
+makes. By default it is 700."""
+
 REQUEST: Final = request_type()
 """What requests are unpacked as."""
 
@@ -49,6 +54,9 @@ def main(arguments: Sequence[str]) -> None:
         signal.signal(signal_number, signal.SIG_IGN)
     # A crash in C tells its place on standard error.
     faulthandler.enable(2)
+    # A step of indexing makes tens of thousands of objects, none of which is in a cycle.
+    gc.freeze()
+    gc.set_threshold(OBJECTS_BETWEEN_COLLECTIONS)
     directory = DataDirectory(Path(path), readonly=role == "reader", bytes_max=int(bytes_max))
     slots = None
     if int(slots_descriptor) != NO_DESCRIPTOR:
@@ -96,15 +104,14 @@ def _serve(
     _send(pipe, [head + packed, *unshared_chunks])
 
 
-def _receive(pipe: socket.socket, length: int) -> bytearray:
-    data = bytearray(length)
-    view = memoryview(data)
-    filled = 0
-    while filled < length:
-        count = pipe.recv_into(view[filled:])
-        if not count:
+def _receive(pipe: socket.socket, length: int) -> bytes:
+    # All at once, into memory that nobody fills with zeros before.
+    data = pipe.recv(length, socket.MSG_WAITALL)
+    while len(data) < length:
+        piece = pipe.recv(length - len(data), socket.MSG_WAITALL)
+        if not piece:
             raise EOFError
-        filled += count
+        data += piece
     return data
 
 
