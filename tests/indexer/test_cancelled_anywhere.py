@@ -62,7 +62,7 @@ from upr_server.indexer.directory import (
 )
 from upr_server.indexer.entry_stream import EntryStream
 from upr_server.indexer.freshness import ScanBarriers
-from upr_server.indexer.http_access import HttpAccess
+from upr_server.indexer.http_access import RENEW_S, HttpAccess
 from upr_server.indexer.index_batch import IndexBatch
 from upr_server.indexer.indexer import Indexer, running_indexer
 from upr_server.indexer.log_in_turns import LogInTurns
@@ -79,6 +79,7 @@ from upr_server.indexer.remote_slice import RemoteSlice
 from upr_server.indexer.replicated_slice import ReplicatedSlice
 from upr_server.indexer.scanner import Scanner
 from upr_server.indexer.server_progress import ServerProgress
+from upr_server.indexer.short_scan import VALUES_MAX, selection_of
 from upr_server.indexer.slice import Slice
 from upr_server.indexer.slice_link import LinkedSlice
 from upr_server.indexer.slice_scanner import SliceScanner
@@ -200,6 +201,7 @@ async def wait_until_applied(part: Slice) -> None:
 
 QUESTIONS: Final[dict[Function, Callable[[Indexer, int], Awaitable[object]]]] = {
     Scanner.status: lambda indexer, _: indexer.scanner.status(name_of("d/city")),
+    selection_of: lambda *_: selection_of(Query(prefix=[[0] * (VALUES_MAX + 1)]), 1),
     Scanner.statuses: lambda indexer, _: indexer.scanner.statuses(),
     ServerProgress.seqs: lambda indexer, _: indexer.server_progress.seqs(),
     Indexer.statistics: lambda indexer, _: indexer.statistics(),
@@ -707,7 +709,7 @@ async def test_over_http(
         (await cancelled_at_each_step(work, then=work)).check_inside(*SERVING)
 
 
-ACCESS: Final = tries(HttpAccess.check, HttpAccess.check_node, LogInTurns.turn)
+ACCESS: Final = tries(HttpAccess.run, HttpAccess.check, HttpAccess.check_node, LogInTurns.turn)
 
 
 async def test_who_may_ask(
@@ -720,8 +722,13 @@ async def test_who_may_ask(
 
     async def work() -> None:
         access = HttpAccess(Address.parse(server.url(BUCKET)))
-        await access.check(Right.READ, header, "10.0.0.9:1")
-        await access.check_node(header, "10.0.0.9:1")
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(access.run)
+            await access.check(Right.READ, header, "10.0.0.9:1")
+            await access.check_node(header, "10.0.0.9:1")
+            await trio.sleep(1 - RENEW_S / 2)
+            await access.check(Right.READ, header, "10.0.0.9:1")
+            nursery.cancel_scope.cancel()
 
     def look() -> None:
         check(server)

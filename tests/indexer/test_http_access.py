@@ -454,6 +454,38 @@ async def test_requests_together_ask_once_whether_there_are_users(
                 nursery.start_soon(check_fails)
 
 
+async def test_no_request_waits_while_it_is_asked_again_whether_there_are_users(
+    autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    access = HttpAccess(Address.parse("upr://127.0.0.1:1/b"))
+    is_away = False
+
+    async def wants_log_in() -> bool:
+        await trio.sleep(0.3)
+        if is_away:
+            raise BrokenError("away")
+        return False
+
+    async def waited_s() -> float:
+        began = trio.current_time()
+        await check(access)
+        return trio.current_time() - began
+
+    monkeypatch.setattr(access, "_ask_wants_log_in", wants_log_in)
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(access.run)
+        assert await waited_s() == pytest.approx(0.3)
+        for is_failing in (False, True, False):
+            is_away = is_failing
+            for _ in range(20):
+                await trio.sleep(0.2)
+                assert not await waited_s()
+        # Nobody is asked for nothing.
+        await trio.sleep(5)
+        assert await waited_s() == pytest.approx(0.3)
+        nursery.cancel_scope.cancel()
+
+
 async def check_node(access: HttpAccess, name: str = "ann") -> None:
     await access.check_node(authorization(name), "10.0.0.9:50112")
 

@@ -90,8 +90,10 @@ async def serving(
     settings.errorlog = logging.getLogger("hypercorn.error")
     settings.graceful_timeout = 1.0
     stop = trio.Event()
-    async with trio.open_nursery() as nursery:
-        app = application(indexer, HttpAccess(indexer.address, asks_users=asks_users))
+    access = HttpAccess(indexer.address, asks_users=asks_users)
+    app = application(indexer, access)
+    async with background_nursery() as background, trio.open_nursery() as nursery:
+        background.start_soon(access.run)
         start = partial(serve_http, app, settings, shutdown_trigger=stop.wait, mode="asgi")  # type: ignore[arg-type]
         (url, *_) = await nursery.start(start)
         yield url

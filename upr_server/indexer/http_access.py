@@ -20,6 +20,7 @@ import structlog
 import trio
 
 from upr_protocol.client import Address, Credentials, NodeClient, connect
+from upr_protocol.concurrency import Notifier, first_failure
 from upr_protocol.errors import BrokenError, ServerError, Status, UprError
 from upr_protocol.ids import DESIGN_PREFIX
 from upr_protocol.users import Right, UsersError
@@ -31,6 +32,10 @@ log = structlog.get_logger(__name__)
 VERDICT_S: Final = 1.0
 """How long a verdict counts: a user who loses a right at the server loses it here within a
 second."""
+
+RENEW_S: Final = 0.5
+"""So long before its end, what the server said last of whether it has users is asked anew, while
+requests go on with it. Otherwise one request a second would wait for a connection to the server."""
 
 AWAY_S: Final = 300.0
 """How long a verdict counts after the server's answer while the server is away. A right that is
@@ -118,6 +123,8 @@ class HttpAccess:
         self._has_users: bool | None = None
         """Whether the server has users, as far as is known."""
         self._has_users_until = -inf
+        self._is_renewal_due = False
+        self._renewal_due = Notifier()
         self._key = secrets.token_bytes(32)
         self._verdicts: OrderedDict[bytes, _Verdict] = OrderedDict()
         """By the hash of a name and a password, with a key that only this process knows."""
@@ -135,6 +142,19 @@ class HttpAccess:
         """A node opens many links at once: the server is asked once."""
         self._away_until = 0.0
         """Until when known users are not asked about, as the server did not answer; 0 if it did."""
+
+    async def run(self) -> None:
+        """Asks whether the server has users before requests would wait for that, for ever. Without
+        it they wait."""
+        while True:
+            await self._renewal_due.wait_until(lambda: self._is_renewal_due)
+            try:
+                async with self._has_users_lock:
+                    await self._renew_has_users()
+            except* UprError as errors:
+                # A request that asks hears it.
+                log.debug("no answer whether there are users", reason=str(first_failure(errors)))
+            self._is_renewal_due = False
 
     async def check(self, needed_right: Right, authorization: str, peer: str) -> Address:
         """Checks whether a request may be carried out.
@@ -258,6 +278,9 @@ class HttpAccess:
                 # Another request may have asked while this one waited.
                 if trio.current_time() >= self._has_users_until:
                     await self._renew_has_users()
+        elif trio.current_time() >= self._has_users_until - RENEW_S:
+            self._is_renewal_due = True
+            self._renewal_due.notify()
         if self._has_users is None:
             raise BrokenError(f"{self._address} did not answer just before")
         return self._has_users
