@@ -25,7 +25,7 @@ chunk that exceeds it). While its peer reads on another processor, a socket take
 20 MiB in one call may hold the loop for tens of milliseconds."""
 
 _BEHIND_BYTES: Final = 4 * 1024
-"""How much one read may take after the large rest of a body: the small messages that follow it."""
+"""How much one read may take after a large body: the small messages that follow it."""
 
 _BUFFERS_MAX: Final = 512
 """Buffers in one call; the system takes 1,024 at most."""
@@ -90,8 +90,9 @@ def read_spaces(session: Session, scratch: memoryview) -> tuple[memoryview, memo
         return room, scratch
     if len(room) > BODY_READ_BYTES:
         return room[:BODY_READ_BYTES], scratch[:0]
-    if len(room) >= len(scratch):
-        # What follows the body would have to be copied; the next read puts it where it will stay.
+    if session.unfinished_body_bytes >= len(scratch):
+        # Mostly another large body follows. What was read of it here would have to be copied, and
+        # that twice; the next read puts it where it will stay.
         return room, scratch[:_BEHIND_BYTES]
     return room, scratch
 
