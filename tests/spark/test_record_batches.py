@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from itertools import pairwise
 from typing import Any
 
@@ -13,12 +14,14 @@ from pyspark.sql.types import StructField, StructType
 
 from upr_protocol.chunk import Chunk, ChunkBuilder
 from upr_protocol.ids import Operation, PartitionId, SeqNo
+from upr_protocol.spark import record_batches
 from upr_protocol.spark.errors import PipelineError
 from upr_protocol.spark.record_batches import (
     BATCH_ROWS,
     RECORD_BATCH_BYTES,
     SMALL_ROWS,
     RecordBatchBuilder,
+    RowSnapshot,
     resized,
 )
 from upr_protocol.spark.schema import READ_COLUMNS
@@ -75,80 +78,151 @@ def expected(rows: list[Any], first: int) -> list[dict[str, object]]:
     ]
 
 
+SNAPSHOT = RowSnapshot(PartitionId(7), "00ff", SeqNo(3), SeqNo(1 << 40))
+
+
+def batches_of(
+    builder: RecordBatchBuilder, chunks: Iterable[tuple[Chunk, RowSnapshot]]
+) -> list[pa.RecordBatch]:
+    """What the builder makes of chunks, whose memory is used again once they were added."""
+    batches: list[pa.RecordBatch] = []
+    for chunk, snapshot in chunks:
+        memory = bytearray(bytes(chunk))
+        batches += builder.add(Chunk(memoryview(memory).toreadonly()), snapshot)
+        memory[:] = b"\xee" * len(memory)
+    batches += builder.take_rest()
+    assert not list(builder.take_rest())
+    return batches
+
+
 @given(
     st.lists(st.one_of(ROWS, SETS, PLAIN), min_size=1, max_size=4),
     st.lists(st.sampled_from(list(READ_COLUMNS)), min_size=1, unique=True),
     st.none() | st.sampled_from((b"a", b"ab")),
+    st.integers(1, 7),
+    st.integers(1, 40),
 )
 def test_the_columns_of_chunks(
-    chunks: list[list[Any]], names: list[str], key: bytes | None
+    chunks: list[list[Any]],
+    names: list[str],
+    key: bytes | None,
+    rows_max: int,
+    bytes_max: int,
 ) -> None:
-    """Only of the rows with the key, if there is one."""
-    snapshot = RecordBatchBuilder(schema(names), key, "planes").of_snapshot(
-        PartitionId(7), "00ff", SeqNo(3), SeqNo(1 << 40)
-    )
-
+    """Only of the rows with the key, if there is one. A batch is full, or the next row does not
+    fit in it."""
     firsts = [4 + sum(map(len, chunks[:index])) for index in range(len(chunks))]
-    made = [chunk_of(rows, first) for rows, first in zip(chunks, firsts, strict=True)]
     all_rows = [
         row for rows, first in zip(chunks, firsts, strict=True) for row in expected(rows, first)
     ]
-    middle = len(chunks) // 2
-    for some_chunks, rows in (
-        (made[:1], all_rows[: len(chunks[0])]),
-        (made, all_rows),
-        (made[middle:], all_rows[firsts[middle] - 4 :]),
-    ):
-        batch = snapshot.of_chunks(some_chunks)
-        batch.validate(full=True)
-        assert batch.to_pylist() == [
-            {name: row[name] for name in names} for row in rows if key in (None, row["key"])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(record_batches, "BATCH_ROWS", rows_max)
+        patch.setattr(record_batches, "RECORD_BATCH_BYTES", bytes_max)
+        builder = RecordBatchBuilder(schema(names), key, "planes")
+        # What was taken belongs to the taker: the second round does not change it.
+        rounds = [
+            batches_of(
+                builder,
+                [
+                    (chunk_of(rows, first), SNAPSHOT)
+                    for rows, first in zip(chunks, firsts, strict=True)
+                ],
+            )
+            for _ in range(2)
         ]
+
+    for batches in rounds:
+        for batch in batches:
+            batch.validate(full=True)
+            assert 0 < batch.num_rows <= rows_max
+        assert [row for batch in batches for row in batch.to_pylist()] == [
+            {name: row[name] for name in names} for row in all_rows if key in (None, row["key"])
+        ]
+    if key is None and {"key", "value"} <= set(names):
+        sizes = [
+            len(key) + len(value) * (operation == Operation.SET)
+            for rows in chunks
+            for operation, key, value, *_ in rows
+        ]
+        assert [batch.num_rows for batch in rounds[0]] == greedy(sizes, rows_max, bytes_max)
+
+
+def greedy(sizes: list[int], rows_max: int, bytes_max: int) -> list[int]:
+    """The naive model: a row begins a new batch if the one before is full."""
+    counts, nbytes = [0], 0
+    for size in sizes:
+        if counts[-1] and (counts[-1] == rows_max or nbytes + size > bytes_max):
+            counts.append(0)
+            nbytes = 0
+        counts[-1] += 1
+        nbytes += size
+    return counts
+
+
+def test_a_batch_has_as_many_rows_as_it_may() -> None:
+    chunks = [
+        (chunk_of([(Operation.SET, b"k", b"v", 1, 0, 0)] * count, first), SNAPSHOT)
+        for first, count in ((1, 3), (4, BATCH_ROWS - 1), (3 + BATCH_ROWS, 2 * BATCH_ROWS))
+    ]
+    batches = batches_of(RecordBatchBuilder(schema(["seq"])), chunks)
+    assert [batch.num_rows for batch in batches] == [BATCH_ROWS, BATCH_ROWS, BATCH_ROWS, 2]
+    seqs = [seq.as_py() for batch in batches for seq in batch.column("seq")]
+    assert seqs == list(range(1, 3 * BATCH_ROWS + 3))
 
 
 @pytest.mark.parametrize("name", ["seq", "cas"])
 def test_a_number_that_spark_has_no_type_for(name: str) -> None:
+    snapshot = RowSnapshot(PartitionId(7), "00ff", SeqNo(0), SeqNo(LONG_MAX))
     for value in (LONG_MAX, LONG_MAX + 1):
-        builder = ChunkBuilder()
+        chunk_builder = ChunkBuilder()
         seq, cas = (value, 1) if name == "seq" else (1, value)
-        builder.append(Operation.SET, b"key", seq=seq, cas=cas)
-        snapshot = RecordBatchBuilder(schema([name])).of_snapshot(
-            PartitionId(7), "00ff", SeqNo(0), SeqNo(LONG_MAX)
-        )
+        chunk_builder.append(Operation.SET, b"key", seq=seq, cas=cas)
+        last_chunk = chunk_builder.build()
+        builder = RecordBatchBuilder(schema([name]))
         if value == LONG_MAX:
-            assert snapshot.of_chunks([builder.build()]).to_pylist() == [{name: value}]
+            (batch,) = batches_of(builder, [(last_chunk, snapshot)])
+            assert batch.to_pylist() == [{name: value}]
             continue
         valid = chunk_of([(Operation.SET, b"key", b"", 2, 0, 0)], first=0)
-        for chunks in ([builder.build()], [valid, builder.build()]):
+        for chunks in ([last_chunk], [valid, last_chunk]):
+            builder = RecordBatchBuilder(schema([name]))
             with pytest.raises(
                 PipelineError, match=rf"UPR_TOO_LARGE.*column {name} holds {value},"
             ):
-                snapshot.of_chunks(chunks)
+                batches_of(builder, [(chunk, snapshot) for chunk in chunks])
 
 
 @given(
-    st.lists(st.one_of(ROWS, SETS, PLAIN), min_size=1, max_size=4),
+    st.lists(st.tuples(st.integers(0, 2), st.one_of(ROWS, SETS, PLAIN)), min_size=1, max_size=5),
     st.lists(st.sampled_from(list(READ_COLUMNS)), min_size=1, unique=True),
 )
-def test_snapshots_share_the_columns_that_are_the_same_in_all(
-    snapshots: list[list[Any]], names: list[str]
+def test_a_batch_has_rows_of_several_snapshots(
+    chunks: list[tuple[int, list[Any]]], names: list[str]
 ) -> None:
     """Each snapshot has a partition, a history and bounds of its own."""
-    builder = RecordBatchBuilder(schema(names), None, "planes")
-    for index, rows in enumerate(snapshots):
-        own = {
+    snapshots = [
+        RowSnapshot(PartitionId(index), f"{index:04x}", SeqNo(index), SeqNo(100 + index))
+        for index in range(3)
+    ]
+    own = [
+        {
             "partition": index,
             "history_id": f"{index:04x}",
             "snapshot_start": index,
             "snapshot_end": 100 + index,
         }
-        snapshot = builder.of_snapshot(
-            PartitionId(index), f"{index:04x}", SeqNo(index), SeqNo(100 + index)
-        )
-        batch = snapshot.of_chunks([chunk_of(rows, 4)])
-        assert batch.to_pylist() == [
-            {name: (row | own)[name] for name in names} for row in expected(rows, 4)
-        ]
+        for index in range(3)
+    ]
+    builder = RecordBatchBuilder(schema(names), None, "planes")
+    (batch,) = batches_of(
+        builder, [(chunk_of(rows, 4), snapshots[index]) for index, rows in chunks]
+    )
+    batch.validate(full=True)
+    assert batch.to_pylist() == [
+        {name: (row | own[index])[name] for name in names}
+        for index, rows in chunks
+        for row in expected(rows, 4)
+    ]
 
 
 def numbered_batch(first: int, count: int, width: int) -> pa.RecordBatch:

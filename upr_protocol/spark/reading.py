@@ -10,7 +10,6 @@ import numpy as np
 import pyarrow as pa
 from pyspark.sql.types import BinaryType, StructField, StructType
 
-from upr_protocol.chunk import Chunk
 from upr_protocol.client import (
     BoundedStreams,
     ChunkReceived,
@@ -27,13 +26,7 @@ from upr_protocol.spark.errors import PipelineError, as_pipeline_error, sentence
 from upr_protocol.spark.options import idle_interval_s
 from upr_protocol.spark.read_options import ReadOptions
 from upr_protocol.spark.read_tasks import PartitionRange, ReadTask
-from upr_protocol.spark.record_batches import (
-    BATCH_ROWS,
-    RECORD_BATCH_BYTES,
-    RecordBatchBuilder,
-    SnapshotColumns,
-    resized,
-)
+from upr_protocol.spark.record_batches import RecordBatchBuilder, RowSnapshot, resized
 
 EXECUTOR: Final = "spark:executor"
 
@@ -50,18 +43,18 @@ def read_task(task: ReadTask, options: ReadOptions, schema: StructType) -> Itera
         PipelineError: They cannot be read, or are not there any more.
     """
     options = options.of_bucket(task.bucket) if task.bucket else options
-    columns = RecordBatchBuilder(schema, options.key, options.address.bucket)
+    builder = RecordBatchBuilder(schema, options.key, options.address.bucket)
     with sentence_first():
         for range_ in task.ranges:
             if range_.marker is not None:
-                yield columns.of_marker(range_.partition, range_.marker)
+                yield builder.of_marker(range_.partition, range_.marker)
         ranges = {range_.partition: range_ for range_ in task.ranges if range_.start < range_.end}
         if not ranges:
             return
         if options.deduplicate:
             yield from resized(_newest_rows(ranges, task.lease_id, options, schema))
         else:
-            yield from resized(_batches(ranges, task.lease_id, options, columns))
+            yield from _batches(ranges, task.lease_id, options, builder)
 
 
 def _newest_rows(
@@ -73,8 +66,8 @@ def _newest_rows(
     """The newest row of each key. All rows of a partition are in this task, in their order."""
     has_key = "key" in schema.fieldNames()
     with_key = schema if has_key else StructType([*schema.fields, StructField("key", BinaryType())])
-    columns = RecordBatchBuilder(with_key, options.key, options.address.bucket)
-    batches = list(_batches(ranges, lease_id, options, columns))
+    builder = RecordBatchBuilder(with_key, options.key, options.address.bucket)
+    batches = list(_batches(ranges, lease_id, options, builder))
     if not batches:
         return
     keys = pa.chunked_array(
@@ -98,10 +91,9 @@ def _batches(
     ranges: dict[PartitionId, PartitionRange],
     lease_id: int,
     options: ReadOptions,
-    columns: RecordBatchBuilder,
+    builder: RecordBatchBuilder,
 ) -> Iterator[pa.RecordBatch]:
-    snapshots: dict[PartitionId, SnapshotColumns] = {}
-    buffer = _ChunkBuffer()
+    snapshots: dict[PartitionId, RowSnapshot] = {}
     try:
         streams = BoundedStreams(
             address=options.address,
@@ -115,7 +107,7 @@ def _batches(
             ),
             end={partition: range_.end for partition, range_ in ranges.items()},
             lease_id=lease_id,
-            # Others begin with the key, too: `columns` leaves those out.
+            # Others begin with the key, too: `builder` leaves those out.
             key_prefix=options.key or options.key_prefix,
             identity=EXECUTOR,
             retry_timeout_s=options.timeout_s,
@@ -125,7 +117,7 @@ def _batches(
             for event in events:
                 if isinstance(event, SnapshotStart):
                     range_ = ranges[event.partition]
-                    snapshots[event.partition] = columns.of_snapshot(
+                    snapshots[event.partition] = RowSnapshot(
                         event.partition,
                         f"{event.history_id:016x}",
                         range_.snapshot_start,
@@ -138,7 +130,7 @@ def _batches(
                     # A pinned chunk ends where the range ends; else its snapshot may go on.
                     chunk = event.chunk.slice(range_.start, range_.end)
                     if chunk.count:
-                        yield from buffer.add(chunk, snapshots[event.partition])
+                        yield from builder.add(chunk, snapshots[event.partition])
                 elif isinstance(event, RolledBack):
                     raise rolled_back_error(ranges[event.partition], event)
                 elif isinstance(event, StreamEnded) and event.reason is not Status.END_REACHED:
@@ -147,45 +139,9 @@ def _batches(
                         "UPR_NO_BUCKET",
                         f"{options.address}: the bucket was deleted while it was read",
                     )
-            yield from buffer.take_rest()
+            yield from builder.take_rest()
     except UprError as error:
         raise as_pipeline_error(error, options.address, options.timeout_s) from error
-
-
-class _ChunkBuffer:
-    """Chunks of one snapshot, gathered until they fill a record batch."""
-
-    def __init__(self) -> None:
-        self._columns: SnapshotColumns | None = None
-        self._chunks: list[Chunk] = []
-        self._rows = self._nbytes = 0
-
-    def add(self, chunk: Chunk, columns: SnapshotColumns) -> Iterator[pa.RecordBatch]:
-        """Takes in the next chunk. Yields the rows before it if it does not belong to them.
-
-        Args:
-            chunk: Some rows.
-            columns: What makes record batches of the rows of its snapshot.
-        """
-        if (
-            columns is not self._columns
-            or self._rows + chunk.count > BATCH_ROWS
-            or self._nbytes + chunk.nbytes > RECORD_BATCH_BYTES
-        ):
-            yield from self.take_rest()
-        self._columns = columns
-        self._chunks.append(chunk)
-        self._rows += chunk.count
-        self._nbytes += chunk.nbytes
-
-    def take_rest(self) -> Iterator[pa.RecordBatch]:
-        """Yields what is left, if anything is."""
-        chunks, self._chunks = self._chunks, []
-        self._rows = self._nbytes = 0
-        if chunks and self._columns is not None:
-            batch = self._columns.of_chunks(chunks)
-            if batch.num_rows:
-                yield batch
 
 
 def rolled_back_error(range_: PartitionRange, event: RolledBack) -> PipelineError:

@@ -1,10 +1,13 @@
-"""Chunks as Arrow record batches: the columns that were asked for, mostly over the same bytes."""
+"""Chunks as Arrow record batches: the columns that were asked for."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Final
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, Final
 
+import attrs
+import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 from pyspark.sql.pandas.types import to_arrow_schema
@@ -13,12 +16,15 @@ from pyspark.sql.types import StructType
 from upr_protocol.chunk import Chunk
 from upr_protocol.ids import Operation, PartitionId, SeqNo
 from upr_protocol.spark.errors import PipelineError
+from upr_protocol.spark.gathered_columns import GATHERED_COLUMNS, GatheredColumns
 from upr_protocol.spark.json_values import ValueParser, parser_of, unparsed_values
 from upr_protocol.spark.read_tasks import RollbackMarker
 from upr_protocol.spark.scalars import (
     bool_scalar,
     int8_scalar,
+    int32_array,
     int32_scalar,
+    int64_array,
     int64_scalar,
     text_array,
     text_scalar,
@@ -37,8 +43,26 @@ _OPERATION_NAMES: Final = text_array(["", "set", "delete", "expire"])
 """The operations that are stored, by their code."""
 
 
+@attrs.frozen
+class RowSnapshot:
+    """The snapshot of a partition that rows are of.
+
+    Attributes:
+        partition: The partition.
+        history: The history ID, as text.
+        start: Where the snapshot begins.
+        end: Where it ends.
+    """
+
+    partition: PartitionId
+    history: str
+    start: SeqNo
+    end: SeqNo
+
+
 class RecordBatchBuilder:
-    """Makes record batches of the columns that a schema names.
+    """Makes record batches of the columns that a schema names, each of `BATCH_ROWS` rows while
+    there are as many. Nothing is made of the columns that are not asked for.
 
     Args:
         schema: The columns.
@@ -61,39 +85,19 @@ class RecordBatchBuilder:
         self._names = schema.fieldNames()
         self._schema = to_arrow_schema(schema, timezone="UTC")
         self._parser = parser_of(schema)
-        self._common = RepeatedColumns(
-            {
-                "op": text_scalar("set"),
-                "bucket": text_scalar(bucket),
-                "deleted": bool_scalar(False),
-                "flags": _ZERO,
-                "expiry": _ZERO,
-            }
+        needed_names = {*self._names, *(() if key is None else ("key",))}
+        if needed_names & {"op", "deleted", "value"}:
+            needed_names.add("operation")
+        self._gathered = GatheredColumns(
+            [name for name in GATHERED_COLUMNS if name in needed_names],
+            BATCH_ROWS,
+            RECORD_BATCH_BYTES,
         )
-
-    def of_snapshot(
-        self, partition: PartitionId, history: str, start: SeqNo, end: SeqNo
-    ) -> SnapshotColumns:
-        """What makes record batches of the chunks of one snapshot.
-
-        Args:
-            partition: Its partition.
-            history: Its history ID, as text.
-            start: Where it begins.
-            end: Where it ends.
-        """
-        scalars = {
-            "partition": lambda: int32_scalar(partition),
-            "history_id": lambda: text_scalar(history),
-            "snapshot_start": lambda: int64_scalar(start),
-            "snapshot_end": lambda: int64_scalar(end),
-        }
-        snapshot_columns = RepeatedColumns(
-            {name: scalars[name]() for name in self._names if name in scalars}
-        )
-        return SnapshotColumns(
-            self._schema, snapshot_columns, self._common, self._parser, self._key
-        )
+        self._repeated = RepeatedColumns()
+        self._snapshots: list[RowSnapshot] = []
+        self._row_counts: list[int] = []
+        """How many rows there are of each snapshot."""
+        self._count = 0
 
     def of_marker(self, partition: PartitionId, marker: RollbackMarker) -> pa.RecordBatch:
         """One row that says that a partition went back."""
@@ -119,156 +123,167 @@ class RecordBatchBuilder:
         ]
         return pa.RecordBatch.from_arrays(columns, schema=self._schema)
 
-
-class RepeatedColumns:
-    """Columns with the same value in every row. Each is made once, as long as the longest batch.
-
-    Args:
-        scalars: The value of each column, by the column's name.
-    """
-
-    def __init__(self, scalars: Mapping[str, pa.Scalar]) -> None:
-        self._scalars = scalars
-        self._columns: dict[str, pa.Array] = {}
-
-    def __contains__(self, name: str) -> bool:
-        return name in self._scalars
-
-    def column(self, name: str, count: int) -> pa.Array:
-        """The first `count` rows of a column."""
-        column = self._columns.get(name)
-        if column is None or len(column) < count:
-            column = self._columns[name] = pa.repeat(self._scalars[name], count)
-        return column[:count]
-
-
-class SnapshotColumns:
-    """Makes record batches of chunks. Columns that are the same in every row are made once.
-
-    Args:
-        schema: The columns.
-        snapshot_columns: The columns that are the same in every row of the snapshot.
-        common: The columns that are the same in every snapshot: the bucket; `op` and `deleted`
-            while every mutation is a set; flags and expiry times while all are 0.
-        parser: What makes structs of the values; None where these stay bytes or text.
-        key: The only key of which there are rows; None for all.
-    """
-
-    def __init__(
-        self,
-        schema: pa.Schema,
-        snapshot_columns: RepeatedColumns,
-        common: RepeatedColumns,
-        parser: ValueParser | None,
-        key: bytes | None = None,
-    ) -> None:
-        self._schema = schema
-        self._key = key
-        self._parser = parser
-        self._snapshot_columns = snapshot_columns
-        self._common = common
-
-    def of_chunks(self, chunks: Sequence[Chunk]) -> pa.RecordBatch:
-        """The mutations of chunks, those of the key if there is one, in their order. The columns
-        that differ from row to row are put together, of several chunks, and no others.
+    def add(self, chunk: Chunk, snapshot: RowSnapshot) -> Iterator[pa.RecordBatch]:
+        """Copies the rows of a chunk, which is not referred to afterwards. Yields the batches that
+        are full before that.
 
         Args:
-            chunks: At least one.
+            chunk: The next rows.
+            snapshot: What they are of.
+
+        Raises:
+            PipelineError: See `take_rest`.
+        """
+        low = 0
+        while True:
+            high = self._end_of_fitting(chunk, low)
+            if low < high:
+                self._add_rows(chunk, low, high, snapshot)
+            if high == chunk.count:
+                return
+            low = high
+            yield from self.take_rest()
+
+    def _end_of_fitting(self, chunk: Chunk, low: int) -> int:
+        """The end of the rows from `low` on that fit in the batch: at least one fits in an empty
+        batch."""
+        high = min(chunk.count, low + BATCH_ROWS - self._count)
+        bytes_left = RECORD_BATCH_BYTES - self._gathered.nbytes
+        if chunk.key_length + chunk.value_length <= bytes_left:
+            return high
+        keys, values = chunk.key_offsets, chunk.value_offsets
+        bytes_end = keys[low] + values[low] + bytes_left
+        fitting_end = bisect_right(
+            range(high + 1), bytes_end, lo=low + 1, key=lambda row: keys[row] + values[row]
+        )
+        return fitting_end - 1 if self._count else max(fitting_end - 1, low + 1)
+
+    def _add_rows(self, chunk: Chunk, low: int, high: int, snapshot: RowSnapshot) -> None:
+        self._gathered.add(chunk, low, high)
+        if self._snapshots and self._snapshots[-1] is snapshot:
+            self._row_counts[-1] += high - low
+        else:
+            self._snapshots.append(snapshot)
+            self._row_counts.append(high - low)
+        self._count += high - low
+
+    def take_rest(self) -> Iterator[pa.RecordBatch]:
+        """Yields what was added and not yielded yet, those rows of it that have the key if there is
+        one; nothing if that is no row.
 
         Raises:
             PipelineError: A number does not fit in 63 bits, or a text is no UTF-8.
         """
-        count, is_selected = sum(chunk.count for chunk in chunks), None
+        if not self._count:
+            return
+        gathered = self._gathered.take()
+        columns = {name: self._column(name, gathered) for name in self._names if name != UNPARSED}
+        self._snapshots, self._row_counts = [], []
+        self._count = 0
         if self._key is not None:
-            keys = [_bytes(chunk.key_offsets, chunk.key_bytes, None) for chunk in chunks]
-            is_selected = pc.equal(_joined(keys), self._key)
-            count = is_selected.true_count
-            if not count:
-                return pa.RecordBatch.from_pylist([], self._schema)
-        codes = [
-            None if _is_all(chunk.operations, _SET_BYTE) else _codes(chunk) for chunk in chunks
-        ]
-        columns = {
-            name: self._selected_column(name, chunks, codes, is_selected, count)
-            for name in self._schema.names
-            if name != UNPARSED
-        }
-        return record_batch_of(columns, self._schema, self._parser)
+            is_selected = pc.equal(gathered["key"], self._key)
+            columns = {name: column.filter(is_selected) for name, column in columns.items()}
+            if not is_selected.true_count:
+                return
+        yield record_batch_of(columns, self._schema, self._parser)
 
-    def _selected_column(
-        self,
-        name: str,
-        chunks: Sequence[Chunk],
-        codes: Sequence[pa.Array | None],
-        is_selected: pa.BooleanArray | None,
-        count: int,
-    ) -> pa.Array:
-        """A column of the rows that are selected.
+    def _column(self, name: str, gathered: Mapping[str, pa.Array]) -> pa.Array:
+        """A column of all rows that were added, of which `gathered` has those that chunks have."""
+        if name in _OF_SNAPSHOT:
+            return self._snapshot_column(name)
+        if name == "bucket":
+            return self._repeated.column(name, self._bucket, self._count)
+        if name in ("op", "deleted", "value"):
+            return self._operation_column(name, gathered)
+        column = gathered[name]
+        if name in ("seq", "cas"):
+            _check_long(name, column)
+        elif name in ("flags", "expiry"):
+            if _is_all(column, b"\0"):
+                return self._repeated.column(name, 0, self._count)
+            return column.cast(pa.int64())
+        return column
 
-        Args:
-            name: The column.
-            chunks: The chunks.
-            codes: The operations of each; None if all are sets.
-            is_selected: Which rows are selected; None for all.
-            count: How many those are.
-        """
-        parts = [
-            self._column(name, chunk, chunk_codes)
-            for chunk, chunk_codes in zip(chunks, codes, strict=True)
-        ]
-        if all(part is None for part in parts):
-            return self._repeated_column(name, count)
-        column = _joined(
-            [
-                self._repeated_column(name, chunk.count) if part is None else part
-                for chunk, part in zip(chunks, parts, strict=True)
-            ]
-        )
-        if name == "cas":
-            _check_cas(column)
-        return column if is_selected is None else column.filter(is_selected)
-
-    def _column(self, name: str, chunk: Chunk, codes: pa.Array | None) -> pa.Array | None:
-        """A column of a chunk; None if it is the same in every row.
-
-        Args:
-            name: The column.
-            chunk: The chunk.
-            codes: Its operations; None if all are sets.
-        """
-        if name == "key":
-            return _bytes(chunk.key_offsets, chunk.key_bytes, None)
-        if name == "value":
-            validity = None if codes is None else pc.equal(codes, _SET).buffers()[1]
-            return _bytes(chunk.value_offsets, chunk.value_bytes, validity)
-        if codes is not None and name == "op":
+    def _operation_column(self, name: str, gathered: Mapping[str, pa.Array]) -> pa.Array:
+        codes = gathered["operation"]
+        if _is_all(codes, _SET_BYTE):
+            if name == "value":
+                return gathered[name]
+            return self._repeated.column(name, "set" if name == "op" else False, self._count)
+        if name == "op":
             return _OPERATION_NAMES.take(codes)
-        if codes is not None and name == "deleted":
+        if name == "deleted":
             return pc.not_equal(codes, _SET)
-        if name == "seq":
-            return _seqs(chunk)
-        if name == "cas":
-            return _long(chunk.cas)
-        if name in ("flags", "expiry"):
-            numbers = chunk.flags if name == "flags" else chunk.expiries
-            return None if _is_all(numbers, b"\0") else _unsigned(numbers)
-        return None
+        _, offsets, data = gathered[name].buffers()
+        validity = pc.equal(codes, _SET).buffers()[1]
+        return pa.Array.from_buffers(pa.binary(), self._count, [validity, offsets, data])
 
-    def _repeated_column(self, name: str, count: int) -> pa.Array:
-        columns = self._snapshot_columns if name in self._snapshot_columns else self._common
-        return columns.column(name, count)
+    def _snapshot_column(self, name: str) -> pa.Array:
+        value_of, array_of = _OF_SNAPSHOT[name]
+        values = [value_of(snapshot) for snapshot in self._snapshots]
+        if len(values) == 1:
+            return self._repeated.column(name, values[0], self._count)
+        indices = np.repeat(np.arange(len(values), dtype=np.int32), self._row_counts)
+        return array_of(values).take(
+            pa.Array.from_buffers(pa.int32(), self._count, [None, pa.py_buffer(indices)])
+        )
+
+
+class RepeatedColumns:
+    """Columns with the same value in every row. Each is made once, as long as the longest batch,
+    until its value changes."""
+
+    def __init__(self) -> None:
+        self._columns: dict[str, tuple[object, pa.Array]] = {}
+
+    def column(self, name: str, value: str | int, count: int) -> pa.Array:
+        """`count` rows of a value.
+
+        Args:
+            name: The column.
+            value: Its value.
+            count: How many rows.
+        """
+        old_value, column = self._columns.get(name, (None, None))
+        if column is None or old_value != value or len(column) < count:
+            column = pa.repeat(_SCALARS[name](value), count)
+            self._columns[name] = value, column
+        return column[:count]
 
 
 _SET: Final = int8_scalar(Operation.SET)
 _SET_BYTE: Final = bytes([Operation.SET])
-_ZERO: Final = int64_scalar(0)
-_LONG_MAX: Final = (1 << 63) - 1
+
+_OF_SNAPSHOT: Final[
+    dict[str, tuple[Callable[[RowSnapshot], Any], Callable[[Sequence[Any]], pa.Array]]]
+] = {
+    "partition": (lambda snapshot: snapshot.partition, int32_array),
+    "history_id": (lambda snapshot: snapshot.history, text_array),
+    "snapshot_start": (lambda snapshot: snapshot.start, int64_array),
+    "snapshot_end": (lambda snapshot: snapshot.end, int64_array),
+}
+"""The columns that are the same in every row of a snapshot: what gives the value, and what makes a
+column of such values."""
+
+_SCALARS: Final[dict[str, Callable[[Any], pa.Scalar]]] = {
+    "op": text_scalar,
+    "bucket": text_scalar,
+    "deleted": bool_scalar,
+    "flags": int64_scalar,
+    "expiry": int64_scalar,
+    "partition": int32_scalar,
+    "history_id": text_scalar,
+    "snapshot_start": int64_scalar,
+    "snapshot_end": int64_scalar,
+}
+"""What makes a value of a column that may be the same in every row."""
 
 
-def _is_all(column: memoryview, byte: bytes) -> bool:
-    """Whether a column has this byte throughout. Bytes are compared many at a time; a call of
-    `strip` looks at each."""
-    return column.tobytes() == byte * column.nbytes
+def _is_all(column: pa.Array, byte: bytes) -> bool:
+    """Whether a column of numbers, none null, has this byte throughout. Bytes are compared many at
+    a time; a call of `strip` looks at each."""
+    data: bytes = column.buffers()[1].to_pybytes()
+    return data == byte * len(data)
 
 
 def record_batch_of(
@@ -312,46 +327,14 @@ def column_as(name: str, column: pa.Array, kind: pa.DataType) -> pa.Array:
         ) from error
 
 
-def _joined(arrays: list[pa.Array]) -> pa.Array:
-    return arrays[0] if len(arrays) == 1 else pa.concat_arrays(arrays)
-
-
-def _codes(chunk: Chunk) -> pa.Array:
-    return pa.Array.from_buffers(pa.int8(), chunk.count, [None, pa.py_buffer(chunk.operations)])
-
-
-def _seqs(chunk: Chunk) -> pa.Array:
-    if chunk.seqs[-1] > _LONG_MAX:  # they rise
-        raise _too_large("seq", chunk.seqs[-1])
-    return _long(chunk.seqs)
-
-
-def _check_cas(column: pa.Array) -> None:
+def _check_long(name: str, column: pa.Array) -> None:
     least = pc.min(column).as_py()
     if least < 0:
-        raise _too_large("cas", least + (1 << 64))
-
-
-def _too_large(name: str, value: int) -> PipelineError:
-    return PipelineError(
-        "UPR_TOO_LARGE",
-        f"the column {name} holds {value}, and Spark has no type for it: leave the column out by "
-        ".schema(...)",
-    )
-
-
-def _long(column: memoryview) -> pa.Array:
-    return pa.Array.from_buffers(pa.int64(), len(column), [None, pa.py_buffer(column)])
-
-
-def _unsigned(column: memoryview) -> pa.Array:
-    column_array = pa.Array.from_buffers(pa.uint32(), len(column), [None, pa.py_buffer(column)])
-    return column_array.cast(pa.int64())
-
-
-def _bytes(offsets: memoryview, data: memoryview, validity: pa.Buffer | None) -> pa.Array:
-    buffers = [validity, pa.py_buffer(offsets), pa.py_buffer(data)]
-    return pa.Array.from_buffers(pa.binary(), len(offsets) - 1, buffers)
+        raise PipelineError(
+            "UPR_TOO_LARGE",
+            f"the column {name} holds {least + (1 << 64)}, and Spark has no type for it: leave the "
+            "column out by .schema(...)",
+        )
 
 
 def resized(batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:

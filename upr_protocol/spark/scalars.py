@@ -23,6 +23,16 @@ def text_array(texts: Sequence[str]) -> pa.Array:
     return pa.Array.from_buffers(pa.string(), len(encoded), buffers)
 
 
+def int32_array(values: Sequence[int]) -> pa.Array:
+    """An array of signed numbers of 32 bits."""
+    return _array(pa.int32(), struct.pack(f"<{len(values)}i", *values), len(values))
+
+
+def int64_array(values: Sequence[int]) -> pa.Array:
+    """An array of signed numbers of 64 bits."""
+    return _array(pa.int64(), struct.pack(f"<{len(values)}q", *values), len(values))
+
+
 def text_scalar(text: str) -> pa.Scalar:
     """A string."""
     return text_array([text])[0]
@@ -30,23 +40,23 @@ def text_scalar(text: str) -> pa.Scalar:
 
 def int8_scalar(value: int) -> pa.Scalar:
     """A signed number of 8 bits."""
-    return _scalar(pa.int8(), struct.pack("<b", value))
+    return _array(pa.int8(), struct.pack("<b", value), 1)[0]
 
 
 def int32_scalar(value: int) -> pa.Scalar:
     """A signed number of 32 bits."""
-    return _scalar(pa.int32(), struct.pack("<i", value))
+    return int32_array([value])[0]
 
 
 def int64_scalar(value: int) -> pa.Scalar:
     """A signed number of 64 bits."""
-    return _scalar(pa.int64(), struct.pack("<q", value))
+    return int64_array([value])[0]
 
 
 def bool_scalar(flag: bool) -> pa.Scalar:
     """A truth value."""
-    return _scalar(pa.bool_(), bytes([flag]))
+    return _array(pa.bool_(), bytes([flag]), 1)[0]
 
 
-def _scalar(kind: pa.DataType, data: bytes) -> pa.Scalar:
-    return pa.Array.from_buffers(kind, 1, [None, pa.py_buffer(data)])[0]
+def _array(kind: pa.DataType, data: bytes, count: int) -> pa.Array:
+    return pa.Array.from_buffers(kind, count, [None, pa.py_buffer(data)])
