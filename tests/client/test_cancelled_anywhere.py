@@ -670,7 +670,7 @@ SURVEY: Final = (
     Operator.node_status,
     Operator.node_report,
     Operator.node_reports,
-    Operator.entry_report,
+    Operator.first_report,
     Operator.survey,
 )
 

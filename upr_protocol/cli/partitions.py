@@ -65,7 +65,7 @@ def partitions(target: Address, show_each: bool, as_json: bool) -> None:
 
 
 def _print_map(survey: Survey) -> None:
-    if survey.is_alone:
+    if survey.is_single_node:
         return
     print_line(f"revision {survey.map.revision}")
     for name, address in survey.map.nodes.items():

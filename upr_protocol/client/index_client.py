@@ -33,7 +33,7 @@ NODES_MAX: Final = 64
 """Nodes that a client knows of. A node that names others without end would else have it ask them
 all."""
 
-_ELSEWHERE: Final = frozenset({"slice_missing", "not_my_slice"})
+_OTHER_NODE_CODES: Final = frozenset({"slice_missing", "not_my_slice"})
 """Codes of errors that another node may not have."""
 
 Key = Sequence[Any]
@@ -117,7 +117,7 @@ class IndexSummary(msgspec.Struct, frozen=True, omit_defaults=True):
     moment: str = ""
 
 
-class _Explained(msgspec.Struct, frozen=True):
+class _Explanation(msgspec.Struct, frozen=True):
     explanation: dict[str, Any]
 
 
@@ -166,7 +166,7 @@ class IndexClient:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *_raised: object) -> None:
+    def __exit__(self, *_exception_info: object) -> None:
         self.close()
 
     def close(self) -> None:
@@ -283,7 +283,7 @@ class IndexClient:
         def begin(node: IndexNode, slack_s: float) -> IndexLines:
             return IndexLines(node.lines(path, body, timeout_s + slack_s))
 
-        return self._at_a_node(begin)
+        return self._ask_nodes(begin)
 
     def release(self, moment: str) -> None:
         """Lets a moment go that the indexer holds.
@@ -354,7 +354,7 @@ class IndexClient:
             BrokenError: The indexer cannot be reached, or did not answer.
         """
         query = {"count": count, "min": min_key, "max": max_key, "explain": True}
-        return self._scan(name, query, options, _Explained).explanation
+        return self._scan(name, query, options, _Explanation).explanation
 
     def _scan(
         self, name: str, query: dict[str, Any], options: PageOptions | ScanSelection, kind: type[T]
@@ -413,9 +413,9 @@ class IndexClient:
                     return b""
                 raise
 
-        return self._at_a_node(ask)
+        return self._ask_nodes(ask)
 
-    def _at_a_node(self, ask: Callable[[IndexNode, float], T]) -> T:
+    def _ask_nodes(self, ask: Callable[[IndexNode, float], T]) -> T:
         """What the first node gives that can."""
         failures: list[BrokenError | IndexerError] = []
         asked_urls: set[str] = set()
@@ -427,12 +427,12 @@ class IndexClient:
             except BrokenError as error:
                 failures.append(error)
             except IndexerError as error:
-                if error.code not in _ELSEWHERE:
+                if error.code not in _OTHER_NODE_CODES:
                     raise
                 failures.append(error)
                 self._learn(error.nodes)
             else:
-                self._nodes.sort(key=lambda other: other is not node)
+                self._nodes.sort(key=lambda known_node: known_node is not node)
                 return answer
         raise _failure_of(failures)
 

@@ -8,7 +8,7 @@ from typing import Any, Self
 
 import msgspec
 
-from upr_protocol.client.index_node import decode_answer, failure_in
+from upr_protocol.client.index_node import decode_answer, parse_failure
 from upr_protocol.errors import BrokenError
 
 
@@ -68,7 +68,7 @@ class IndexLines:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *_raised: object) -> None:
+    def __exit__(self, *_exception_info: object) -> None:
         self.close()
 
     def close(self) -> None:
@@ -94,6 +94,6 @@ class IndexLines:
         if not line.endswith(b"\n"):
             raise BrokenError("the answer of the indexer was cut; ask again, at any node")
         if line.startswith(b'{"error"'):
-            raise failure_in(HTTPStatus.OK, line)
+            raise parse_failure(HTTPStatus.OK, line)
         self.end = decode_answer(line, _End).end
         raise StopIteration

@@ -141,27 +141,27 @@ class IndexNode:
         connection = self._connection
         # The connection gives this to sockets that it makes; a socket that it has keeps its own.
         connection.timeout = timeout_s
-        reused = connection.sock is not None
+        is_reused = connection.sock is not None
         if connection.sock is not None:
             connection.sock.settimeout(connection.timeout)
-        with self._translated():
+        with self._translate_errors():
             try:
                 return self._exchange(method, path, body)
             except ConnectionError:
                 # The indexer closes idle connections, perhaps while this request was on its way.
                 connection.close()
-                if not reused:
+                if not is_reused:
                     raise
                 return self._exchange(method, path, body)
 
     @contextmanager
-    def _translated(self) -> Iterator[None]:
+    def _translate_errors(self) -> Iterator[None]:
         try:
             yield
         except (OSError, UnicodeError, http.client.HTTPException) as error:
             # UnicodeError comes from the codec for host names.
             self.close()
-            raise self._explained(error) from error
+            raise self._explain_error(error) from error
 
     def lines(self, path: str, body: bytes, timeout_s: float) -> Generator[bytes, None, None]:
         """The lines of an answer, over a connection of their own, which ends with them. The answer
@@ -183,16 +183,16 @@ class IndexNode:
 
     def _lines(self, path: str, body: bytes, timeout_s: float) -> Generator[bytes, None, None]:
         """Gives an empty line when the answer begins."""
-        with closing(self), self._translated():
+        with closing(self), self._translate_errors():
             self._connection.timeout = timeout_s
             response = self._begin("POST", path, body, {"Accept": LINES})
             if response.status >= HTTPStatus.BAD_REQUEST:
-                raise failure_in(response.status, response.read())
+                raise parse_failure(response.status, response.read())
             yield b""
             while line := response.readline(LINE_BYTES_MAX):
                 yield line
 
-    def _explained(self, error: Exception) -> UprError:
+    def _explain_error(self, error: Exception) -> UprError:
         is_encrypted = isinstance(self._connection, http.client.HTTPSConnection)
         if is_encrypted and isinstance(error, ssl.SSLEOFError | http.client.RemoteDisconnected):
             # An indexer that does not accept the client's certificate says nothing.
@@ -224,7 +224,7 @@ class IndexNode:
             # The next request makes a new connection, and reads the password's file for it.
             self.close()
         if response.status >= HTTPStatus.BAD_REQUEST:
-            raise failure_in(response.status, data)
+            raise parse_failure(response.status, data)
         return data
 
 
@@ -242,7 +242,7 @@ def _authorization(credentials: Credentials | None) -> dict[str, str]:
     return {"Authorization": f"Basic {b64encode(pair).decode()}"}
 
 
-def failure_in(status: int, data: bytes) -> IndexerError:
+def parse_failure(status: int, data: bytes) -> IndexerError:
     """The error in an answer."""
     try:
         failures = msgspec.json.decode(data, type=_Failures)

@@ -28,7 +28,7 @@ def new_nonce() -> str:
 
 
 @attrs.frozen
-class ConnectionOptions:
+class DriverOptions:
     """How to connect.
 
     Attributes:

@@ -111,7 +111,7 @@ class Model:
             return
         if isinstance(event, ChunkReceived):
             assert delivery.nbytes == HEADER_BYTES + event.chunk.nbytes
-            assert delivery.connection == CONNECTION
+            assert delivery.connection_number == CONNECTION
             self.highest = int(event.chunk.end)
         else:
             assert isinstance(event, SnapshotEnd)

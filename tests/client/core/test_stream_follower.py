@@ -75,7 +75,7 @@ class Machine(RuleBasedStateMachine):
             for message in self.carry_to_client():
                 handshake.receive(message)
         assert not self.state.learn_partitions(handshake)
-        self.follower.connected(self.session, handshake)
+        self.follower.connection_made(self.session, handshake)
 
     @precondition(lambda self: self.connection is not None)
     @rule()
@@ -83,7 +83,7 @@ class Machine(RuleBasedStateMachine):
         assert self.connection is not None
         self.server.connections.discard(self.connection)
         self.connection = self.session = None
-        self.follower.disconnected()
+        self.follower.connection_lost()
 
     def carry_to_server(self) -> None:
         assert self.session is not None

@@ -14,7 +14,7 @@ from upr_protocol.client.core.subscription import (
     SubscriptionState,
     checked_partitions,
 )
-from upr_protocol.client.options import ConnectionOptions
+from upr_protocol.client.options import DriverOptions
 from upr_protocol.errors import ServerError, Status
 from upr_protocol.failover import FailoverLog, Position
 from upr_protocol.ids import SEQ_MAX, HistoryId, PartitionId, PartitionState, SeqNo
@@ -31,7 +31,7 @@ def handshake(
     high_seq: int = 5,
 ) -> Handshake:
     """What a node tells that has partition 0 in some state."""
-    answer = Handshake(ConnectionOptions().session(0.0), "b")
+    answer = Handshake(DriverOptions().session(0.0), "b")
     answer.receive(
         PartitionLog(state, SeqNo(high_seq), SeqNo(0), SeqNo(0), log, partition=P, opaque=1)
     )
@@ -50,8 +50,8 @@ def test_the_first_node_tells_which_partitions_remain() -> None:
     state = new_state()
     assert not state.is_finished
     assert state.learn_partitions(handshake()) == []
-    assert state.remaining == {0, 1}
-    state.remaining.clear()
+    assert state.remaining_partitions == {0, 1}
+    state.remaining_partitions.clear()
     assert state.is_finished
 
 
@@ -121,11 +121,11 @@ def test_an_end_of_now_counts_only_in_the_history_that_it_was_read_in() -> None:
 def test_a_rollback_ends_at_or_below_its_ceiling() -> None:
     state = new_state()
     request = RollbackRequest(P, SeqNo(4), "failover")
-    state.rollbacks[P] = request
+    state.pending_rollbacks[P] = request
     with pytest.raises(ValueError, match="rolled back to 5, above its ceiling 4"):
         state.finish_rollback(P, SeqNo(5))
     assert state.finish_rollback(P, SeqNo(4)) == request
-    assert not state.rollbacks
+    assert not state.pending_rollbacks
 
 
 def test_the_partitions_asked_for_are_sorted_and_named_once() -> None:

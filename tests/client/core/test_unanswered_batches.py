@@ -16,7 +16,7 @@ from tests.kit.reference_cycles import no_collections
 from upr_protocol.chunk import Chunk, CounterDelta, Mutation, chunk_of_plain_sets
 from upr_protocol.client.core.batcher import BUNDLE_MUTATIONS
 from upr_protocol.client.core.unanswered_batches import (
-    UNANSWERED_ROWS_ENOUGH,
+    BUSY_NODE_ROWS,
     UNANSWERED_ROWS_PLENTY,
     Batch,
     PublishOptions,
@@ -181,7 +181,7 @@ class Machine(RuleBasedStateMachine):
     @rule(partition=st.integers(0, PARTITIONS - 1))
     def lose_the_node_of(self, partition: int) -> None:
         """The runs that have arrived there are never carried out; the answer comes too late."""
-        self.batches.place(PartitionId(partition), self.batches.unplaced)
+        self.batches.place(PartitionId(partition), self.batches.unplaced_batches)
         self.inactive.add(partition)
         while self.client is not None and self.arrived:
             self.answer()
@@ -206,7 +206,7 @@ class Machine(RuleBasedStateMachine):
     @rule()
     def break_connection(self) -> None:
         self.client = None
-        self.node.disconnected()
+        self.node.connection_lost()
 
     @precondition(lambda self: self.client is None)
     @rule()
@@ -218,7 +218,7 @@ class Machine(RuleBasedStateMachine):
     def counts_agree(self) -> None:
         unanswered = [b for batches in self.added.values() for b in batches if b.result is None]
         assert self.batches.count == len(unanswered)
-        placed = self.node.count + self.batches.unplaced.count
+        placed = self.node.count + self.batches.unplaced_batches.count
         assert placed == len(unanswered)
         assert self.batches.nbytes == sum(batch.nbytes for batch in unanswered)
         assert self.batches.is_full == (self.batches.nbytes >= 4000)
@@ -290,7 +290,7 @@ class Publishing:
 
     def connect(self) -> None:
         """Makes a new connection; one that there was is lost."""
-        self.node.disconnected()
+        self.node.connection_lost()
         self.client, self.server = ClientSession("test", now=0.0), ServerSession("test", now=0.0)
         self.carry()
         self.client.send(Open("b", opaque=self.client.new_opaque()))
@@ -379,7 +379,7 @@ def test_a_lost_connection_behind_a_refusal_for_good_has_a_task_send_nothing_aga
 def test_a_bundle_fills_while_the_server_has_enough_to_do() -> None:
     publishing = Publishing(PublishOptions(in_flight=1, linger_s=0.005))
     add, sent_runs = publishing.add, publishing.sent_runs
-    full_count = UNANSWERED_ROWS_ENOUGH // BUNDLE_MUTATIONS
+    full_count = BUSY_NODE_ROWS // BUNDLE_MUTATIONS
     for partition in range(full_count):
         add(partition, BUNDLE_MUTATIONS)
         assert sent_runs(0.0) == [[partition]], "it fills a bundle"
@@ -491,7 +491,7 @@ def test_a_batch_that_is_done_with_is_in_no_reference_cycle(is_answered: bool) -
 
 def test_what_waits_for_a_disk_does_not_keep_others_waiting() -> None:
     publishing = Publishing(PublishOptions(durability=Durability.PERSISTED, linger_s=0.005))
-    for partition in range(UNANSWERED_ROWS_ENOUGH // BUNDLE_MUTATIONS):
+    for partition in range(BUSY_NODE_ROWS // BUNDLE_MUTATIONS):
         publishing.add(partition, BUNDLE_MUTATIONS)
     assert len(publishing.sent_runs(0.0)) == 4
     publishing.add(60, 1)

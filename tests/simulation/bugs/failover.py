@@ -208,7 +208,7 @@ def trust_first_node() -> Iterator[None]:
                 return report
         raise BrokenError("nobody answers")
 
-    with replaced(Operator, "entry_report", entry_report):
+    with replaced(Operator, "first_report", entry_report):
         yield
 
 

@@ -96,14 +96,14 @@ class BoundedStreams:
         )
         connection = BlockingConnection(self.address, options)
         try:
-            opened = connection.handshake.opened
-            if opened is None or opened.map_revision:
+            opened_reply = connection.handshake.opened_reply
+            if opened_reply is None or opened_reply.map_revision:
                 return  # the partitions may be on several nodes
             follower = StreamFollower(state)
             state.learn_partitions(connection.handshake)
-            for partition in state.remaining:
+            for partition in state.remaining_partitions:
                 follower.add_partition(partition)
-            follower.connected(connection.session, connection.handshake)
+            follower.connection_made(connection.session, connection.handshake)
             while not (state.is_finished or follower.failure or follower.refused_streams):
                 message = connection.receive(float("inf"))
                 assert message is not None, "there is no deadline"
@@ -121,10 +121,12 @@ class BoundedStreams:
 
     def _remaining_events(self, state: SubscriptionState) -> Generator[Event, None, None]:
         """What is left, by a consumer that finds nodes and connects again."""
-        remaining: Sequence[PartitionId | int] = sorted(state.remaining) or self.partitions
+        remaining_partitions: Sequence[PartitionId | int] = (
+            sorted(state.remaining_partitions) or self.partitions
+        )
         with BlockingConsumer(
             self.address,
-            partitions=remaining,
+            partitions=remaining_partitions,
             resume=state.resume_state,
             end=self.end,
             lease_id=self.lease_id,

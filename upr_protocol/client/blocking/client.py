@@ -31,8 +31,8 @@ from upr_protocol.client.core.calls import (
     PartitionNumbers,
     SeqnoAtTime,
 )
-from upr_protocol.client.core.changes import Change, call_of
-from upr_protocol.client.core.key_lookup import LOOKUPS_AT_ONCE, Item, MultiGet, Text
+from upr_protocol.client.core.changes import Change, change_call
+from upr_protocol.client.core.key_lookup import LOOKUPS_AT_ONCE, Item, KeyLookup, Text
 from upr_protocol.client.core.key_operations import ChangeOptions, KeyOperations
 from upr_protocol.client.core.operations import OperationBatches
 from upr_protocol.client.core.results import Failure, PartitionBatchResult, WriteResult
@@ -128,7 +128,7 @@ class BlockingClient(KeyOperations[WriteResult]):
         self._dispatcher.connect()
         return self
 
-    def __exit__(self, *_raised: object) -> None:
+    def __exit__(self, *_exception_info: object) -> None:
         self.close()
 
     def close(self) -> None:
@@ -184,7 +184,7 @@ class BlockingClient(KeyOperations[WriteResult]):
         Raises:
             RefusedKeysError: The server cannot read some of them; the error has the others.
         """
-        lookup = MultiGet.of_keys(keys, self.partition_count)
+        lookup = KeyLookup.of_keys(keys, self.partition_count)
         requests = list(lookup.requests())
         while requests:
             batch = requests[:LOOKUPS_AT_ONCE]
@@ -205,7 +205,7 @@ class BlockingClient(KeyOperations[WriteResult]):
     ) -> WriteResult:
         options = {"durability": self._durability, "copies": self._copies, **options}
         return self.ask(
-            call_of(Change.of_key(self.partition_count, operation, key, value, **options))
+            change_call(Change.of_key(self.partition_count, operation, key, value, **options))
         )
 
     # Buckets and partitions.

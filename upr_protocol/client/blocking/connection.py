@@ -17,7 +17,7 @@ from upr_protocol.client.core.handshake import Handshake
 from upr_protocol.client.core.log_in import ClientLogIn
 from upr_protocol.client.core.results import status_of
 from upr_protocol.client.credentials import resolve_credentials
-from upr_protocol.client.options import ConnectionOptions, new_nonce
+from upr_protocol.client.options import DriverOptions, new_nonce
 from upr_protocol.errors import (
     BrokenError,
     ClosedError,
@@ -50,7 +50,7 @@ _CLOSE_TIMEOUT_S: Final = 2.0
 
 
 @attrs.frozen
-class SocketOptions(ConnectionOptions):
+class SocketOptions(DriverOptions):
     """How to connect with plain sockets.
 
     Attributes:

@@ -42,7 +42,7 @@ class BlockingConnectionPool:
         self._connections: dict[Address, BlockingConnection] = {}
         self._options = options
         # The nodes that could not be reached.
-        self._down: set[Address] = set()
+        self._unreachable_nodes: set[Address] = set()
         self._waits = Backoff(draw, cap_s=MAP_WAIT_S_MAX)
         self._next_round_at = 0.0
 
@@ -93,9 +93,9 @@ class BlockingConnectionPool:
         try:
             connection = BlockingConnection(host, self._options)
         except UprError:
-            self._down.add(host)
+            self._unreachable_nodes.add(host)
             raise
-        self._down.discard(host)
+        self._unreachable_nodes.discard(host)
         self._connections[host] = connection
         self.metadata.note_revision(connection.handshake.map_revision)
         if self.metadata.is_stale:
@@ -104,7 +104,9 @@ class BlockingConnectionPool:
 
     def holder(self, partition: PartitionId) -> Address | None:
         """The node to use for a partition; None while the map names none."""
-        return self.metadata.choose_holder(partition, PartitionState.ACTIVE, down=self._down)
+        return self.metadata.choose_holder(
+            partition, PartitionState.ACTIVE, down=self._unreachable_nodes
+        )
 
     def explain_no_holder(self, partition: PartitionId) -> str:
         """A sentence for a partition that no node holds; empty when one does."""
@@ -154,6 +156,6 @@ class BlockingConnectionPool:
                 break
         if metadata.map is not map_before:
             self._waits.reset()
-            self._down.clear()
+            self._unreachable_nodes.clear()
         self._next_round_at = clock() + self._waits.next_wait_s()
         return self._next_round_at

@@ -87,10 +87,10 @@ class BlockingConsumer:
         address = (Address.parse(target) if isinstance(target, str) else target).with_bucket()
         self.address = address
         self._store = FileStore(resume) if isinstance(resume, str | os.PathLike) else None
-        saved = self._store.load_now() if self._store else resume
-        assert not isinstance(saved, str | os.PathLike)
-        processed = ResumeState(address.bucket) if saved is None else saved.copy()
-        processed.check_bucket(address.bucket)
+        saved_state = self._store.load_now() if self._store else resume
+        assert not isinstance(saved_state, str | os.PathLike)
+        processed_state = ResumeState(address.bucket) if saved_state is None else saved_state.copy()
+        processed_state.check_bucket(address.bucket)
         subscription = Subscription(
             checked_partitions(partitions),
             start == "now",
@@ -110,25 +110,28 @@ class BlockingConsumer:
             retry_timeout_s,
             by_map,
         )
-        subscription_state = SubscriptionState(subscription, processed.copy())
+        subscription_state = SubscriptionState(subscription, processed_state.copy())
         self._streams = StreamsInThread(
             lambda: ConsumerStreams(address, options, subscription_state),
             window_bytes // WINDOW_SHARE,
         )
         self._thread: TrioThread | None = None
         self._tracker = DeliveryTracker(
-            processed, save_limits or SaveLimits(), self._streams.acknowledge, time.monotonic()
+            processed_state,
+            save_limits or SaveLimits(),
+            self._streams.acknowledge,
+            time.monotonic(),
         )
         self._new_retry_state = options.new_retry_state
         self._undo = undo
         self._rollback: Delivery | None = None
         """A rollback that has to be undone, or saved as pending, before anything else."""
-        self._closed = False
+        self._is_closed = False
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *_raised: object) -> None:
+    def __exit__(self, *_exception_info: object) -> None:
         self.close()
 
     def close(self) -> None:
@@ -137,9 +140,9 @@ class BlockingConsumer:
         Raises:
             OSError: The resume file cannot be written.
         """
-        if self._closed:
+        if self._is_closed:
             return
-        self._closed = True
+        self._is_closed = True
         self._tracker.discard_current()
         if self._thread is not None:
             self._thread.close()
@@ -167,7 +170,7 @@ class BlockingConsumer:
         return self._thread
 
     def _check_open(self) -> None:
-        if self._closed:
+        if self._is_closed:
             raise ClosedError("the consumer was closed")
 
     # Events.
@@ -246,7 +249,7 @@ class BlockingConsumer:
             return delivery
         assert self._undo is not None
         to = self._undo(event.partition, event.ceiling, event.reason)
-        return self._connect().run(self._streams.rolled_back, event.partition, to)
+        return self._connect().run(self._streams.note_rolled_back, event.partition, to)
 
     def _receive(self, deadline: float) -> bool:
         """Waits for deliveries, or until the state is to be saved; whether to go on."""

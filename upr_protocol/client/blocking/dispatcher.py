@@ -14,7 +14,7 @@ from upr_protocol.client.core.calls import (
     Call,
     HeldLease,
     LeaseRequest,
-    PartitionCalls,
+    PartitionCallFactory,
     PartitionRow,
 )
 from upr_protocol.client.core.results import is_wrong_node, status_of
@@ -197,14 +197,18 @@ class BlockingDispatcher:
             by_node: dict[Address | None, list[PartitionId]] = {}
             for partition in map(PartitionId, partitions):
                 by_node.setdefault(self.connections.holder(partition), []).append(partition)
-            unplaced = by_node.pop(None, [])
-            sentence = self.connections.explain_no_holder(unplaced[0]) if unplaced else ""
+            unplaced_partitions = by_node.pop(None, [])
+            sentence = (
+                self.connections.explain_no_holder(unplaced_partitions[0])
+                if unplaced_partitions
+                else ""
+            )
             error: UprError = BrokenError(
-                sentence or f"the partition map names no node for partitions {unplaced}"
+                sentence or f"the partition map names no node for partitions {unplaced_partitions}"
             )
             try:
                 groups = [(self.connections.to_node(a), group) for a, group in by_node.items() if a]
-                if not unplaced:
+                if not unplaced_partitions:
                     return groups
             except UprError as failure:
                 error = failure
@@ -222,7 +226,7 @@ class BlockingDispatcher:
         ]
 
     def ask_about(
-        self, partitions: Sequence[int], call_for: PartitionCalls[PartitionRow]
+        self, partitions: Sequence[int], call_for: PartitionCallFactory[PartitionRow]
     ) -> list[PartitionRow]:
         """Asks about partitions, each at the node that is active for it; about all when none are
         named."""

@@ -64,23 +64,23 @@ class _PublisherInThread:
 
     async def wait_opened(self) -> None:
         await self._opened.wait()
-        self._usable()
+        self._require_publisher()
 
     def publish(self, batches: Sequence[tuple[PartitionId, Chunk]]) -> None:
         try:
-            self._usable().publish_nowait(batches, self.answered_batches.append)
+            self._require_publisher().publish_nowait(batches, self.answered_batches.append)
         except UprError as error:
             self._error = error  # the caller meets it when it waits
 
     async def wait_for_room(self) -> None:
-        await self._usable().wait_for_room()
-        self._usable()
+        await self._require_publisher().wait_for_room()
+        self._require_publisher()
 
     async def flush(self) -> None:
-        await self._usable().flush()
-        self._usable()
+        await self._require_publisher().flush()
+        self._require_publisher()
 
-    def _usable(self) -> Publisher:
+    def _require_publisher(self) -> Publisher:
         if self._error is not None:
             raise self._error
         assert self._publisher is not None

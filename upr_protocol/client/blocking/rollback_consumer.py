@@ -55,7 +55,7 @@ class BlockingRollbackConsumer:
         save_limits: SaveLimits | None = None,
         **options: Unpack[ConnectOptions],
     ) -> None:
-        self._open: Callable[[], AbstractAsyncContextManager[RollbackConsumer]] = partial(
+        self._open_consumer: Callable[[], AbstractAsyncContextManager[RollbackConsumer]] = partial(
             consume_with_rollback,
             target,
             received_keys,
@@ -71,10 +71,10 @@ class BlockingRollbackConsumer:
         )
         self._thread: TrioThread | None = None
         self._consumer: RollbackConsumer | None = None
-        self._close_wanted, self._closed = trio.Event(), trio.Event()
+        self._close_requested, self._closed = trio.Event(), trio.Event()
         self._failure: BaseException | None = None
         # An event that has arrived, and that the program was not given because Ctrl-C came first.
-        self._arrived: Event | Undone | None = None
+        self._undelivered_event: Event | Undone | None = None
 
     def __enter__(self) -> Self:
         """Connects.
@@ -94,7 +94,7 @@ class BlockingRollbackConsumer:
             raise
         return self
 
-    def __exit__(self, *_raised: object) -> None:
+    def __exit__(self, *_exception_info: object) -> None:
         self.close()
 
     def close(self) -> None:
@@ -139,10 +139,10 @@ class BlockingRollbackConsumer:
             OSError: The received keys cannot be written.
             ClosedError: The consumer was closed.
         """
-        thread, consumer = self._opened()
-        if self._arrived is None:
+        thread, consumer = self._require_open()
+        if self._undelivered_event is None:
             thread.run(self._receive, consumer, timeout_s)
-        event, self._arrived = self._arrived, None
+        event, self._undelivered_event = self._undelivered_event, None
         return event
 
     def barrier(self, cookie: bytes) -> None:
@@ -151,21 +151,21 @@ class BlockingRollbackConsumer:
         Raises:
             LocalProtocolError: 64 barriers are open, or this one is.
         """
-        thread, consumer = self._opened()
+        thread, consumer = self._require_open()
         thread.run(_call, partial(consumer.send_barrier, cookie))
 
     # What is saved.
 
     def flush_received_keys(self) -> None:
         """Records the received keys on disk; see `RollbackConsumer.flush_received_keys`."""
-        _, consumer = self._opened()
+        _, consumer = self._require_open()
         consumer.flush_received_keys()
 
     @property
     def resume_state(self) -> ResumeState:
         """A copy of the resume state as it is once the event in hand is processed; see
         `Consumer.resume_state`."""
-        thread, consumer = self._opened()
+        thread, consumer = self._require_open()
         return thread.run(_call, lambda: consumer.resume_state)
 
     def save(self) -> None:
@@ -174,11 +174,11 @@ class BlockingRollbackConsumer:
         Raises:
             OSError: The resume file or the received keys cannot be written.
         """
-        thread, consumer = self._opened()
-        if self._arrived is None:
+        thread, consumer = self._require_open()
+        if self._undelivered_event is None:
             thread.run(consumer.save)
 
-    def _opened(self) -> tuple[TrioThread, RollbackConsumer]:
+    def _require_open(self) -> tuple[TrioThread, RollbackConsumer]:
         if self._thread is None or self._consumer is None:
             raise ClosedError("the consumer is not open: use it in its context")
         return self._thread, self._consumer
@@ -192,10 +192,10 @@ class BlockingRollbackConsumer:
         """Has the consumer open until `close`: it must be opened and closed by one task."""
         is_open = False
         try:
-            async with self._open() as consumer:
+            async with self._open_consumer() as consumer:
                 is_open = True
                 task_status.started(consumer)
-                await self._close_wanted.wait()
+                await self._close_requested.wait()
         except Exception as error:
             if not is_open:
                 raise
@@ -205,10 +205,10 @@ class BlockingRollbackConsumer:
 
     async def _receive(self, consumer: RollbackConsumer, timeout_s: float) -> None:
         with trio.move_on_after(timeout_s):
-            self._arrived = await anext(consumer, None)
+            self._undelivered_event = await anext(consumer, None)
 
     async def _end(self) -> None:
-        self._close_wanted.set()
+        self._close_requested.set()
         await self._closed.wait()
 
 

@@ -45,7 +45,7 @@ class StreamsInThread:
         self.deliveries: deque[Delivery] = deque()
         self.is_connected = False
         self.is_finished = False
-        self._acknowledged: list[Delivery] = []
+        self._acknowledged_deliveries: list[Delivery] = []
         self._new_streams = new_streams
         self._bytes_max = bytes_max
         self._streams: ConsumerStreams | None = None
@@ -56,7 +56,7 @@ class StreamsInThread:
         """The application has processed a delivery: its node may send as many bytes again. The
         server hears of it at the next crossing."""
         if delivery.nbytes:
-            self._acknowledged.append(delivery)
+            self._acknowledged_deliveries.append(delivery)
 
     # In the streams' thread.
 
@@ -90,9 +90,9 @@ class StreamsInThread:
         Raises:
             UprError: Going on is of no use.
         """
-        streams, queue = self._connected(), self._connected().queue
-        acknowledged, self._acknowledged = self._acknowledged, []
-        for delivery in acknowledged:
+        streams, queue = self._require_streams(), self._require_streams().queue
+        deliveries, self._acknowledged_deliveries = self._acknowledged_deliveries, []
+        for delivery in deliveries:
             streams.acknowledge(delivery)
         try:
             with trio.move_on_after(timeout_s):
@@ -108,14 +108,14 @@ class StreamsInThread:
             nbytes += next_delivery.nbytes
         self.is_finished |= streams.state.is_finished and not len(queue)
 
-    async def rolled_back(self, partition: PartitionId, to: SeqNo) -> Delivery:
-        """The application has rolled back to `to`; see `ConsumerStreams.rolled_back`."""
-        return self._connected().rolled_back(partition, to)
+    async def note_rolled_back(self, partition: PartitionId, to: SeqNo) -> Delivery:
+        """The application has rolled back to `to`; see `ConsumerStreams.note_rolled_back`."""
+        return self._require_streams().note_rolled_back(partition, to)
 
     async def send_barrier(self, cookie: bytes) -> None:
         """Sends a barrier through all nodes; see `ConsumerStreams.send_barrier`."""
-        self._connected().send_barrier(cookie)
+        self._require_streams().send_barrier(cookie)
 
-    def _connected(self) -> ConsumerStreams:
+    def _require_streams(self) -> ConsumerStreams:
         assert self._streams is not None
         return self._streams

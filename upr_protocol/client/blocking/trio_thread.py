@@ -206,12 +206,12 @@ def dial_in_thread(dial: SocketDial, timeout_s: float) -> Dial:
         return dial_tcp
 
     async def dial_stream(address: Address) -> trio.abc.Stream:
-        dialled: list[socket.socket] = []
+        dialled_sockets: list[socket.socket] = []
         is_abandoned = False
 
         def connect() -> socket.socket:
             connection = dial(address, timeout_s)
-            dialled.append(connection)
+            dialled_sockets.append(connection)
             if is_abandoned:
                 connection.close()
             return connection
@@ -221,7 +221,7 @@ def dial_in_thread(dial: SocketDial, timeout_s: float) -> Dial:
         except trio.Cancelled:
             # Whichever of the two threads comes second closes the socket.
             is_abandoned = True
-            for connection in dialled:
+            for connection in dialled_sockets:
                 connection.close()
             raise
         connection.setblocking(False)

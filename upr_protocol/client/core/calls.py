@@ -178,7 +178,7 @@ class SeqnoAtTime(msgspec.Struct, frozen=True):
 
 PartitionRow = TypeVar("PartitionRow", PartitionNumbers, SeqnoAtTime)
 
-PartitionCalls = Callable[[Iterable[int]], Call[list[PartitionRow]]]
+PartitionCallFactory = Callable[[Iterable[int]], Call[list[PartitionRow]]]
 """Makes a request about partitions, which is answered with a row for each of them."""
 
 
@@ -198,22 +198,22 @@ def partition_infos(logs: Iterable[PartitionLog]) -> list[PartitionInfo]:
     ]
 
 
-def _nothing(_: Message) -> None:
+def _discard_reply(_: Message) -> None:
     """The answer says only that the request was carried out."""
 
 
-def _as_it_is(reply: R) -> R:
+def _whole_reply(reply: R) -> R:
     return reply
 
 
 def create_bucket(name: str, partition_count: int, quota_bytes: int) -> Call[None]:
     """Creates a bucket; zeros leave the choice to the server."""
-    return Call(partial(CreateBucket, name, partition_count, quota_bytes), _nothing)
+    return Call(partial(CreateBucket, name, partition_count, quota_bytes), _discard_reply)
 
 
 def delete_bucket(name: str) -> Call[None]:
     """Deletes a bucket with its contents."""
-    return Call(partial(DeleteBucket, name), _nothing)
+    return Call(partial(DeleteBucket, name), _discard_reply)
 
 
 def list_buckets() -> Call[list[BucketInfo]]:
@@ -271,7 +271,7 @@ def change_users(change: UserChange) -> Call[int]:
 
 def next_events(
     consumer: str,
-    acknowledged: int,
+    acknowledged_batch: int,
     timeout_s: int,
     wait_s: float,
     kinds: EventKind,
@@ -279,8 +279,8 @@ def next_events(
 ) -> Call[EventsReply]:
     """Asks for the events of buckets since a consumer asked last."""
     wait_ms = int(wait_s * 1000)
-    request = partial(NextEvents, consumer, acknowledged, timeout_s, wait_ms, kinds, pattern)
-    return Call(request, _as_it_is)
+    request = partial(NextEvents, consumer, acknowledged_batch, timeout_s, wait_ms, kinds, pattern)
+    return Call(request, _whole_reply)
 
 
 class LeasedRange(msgspec.Struct, frozen=True):
@@ -393,7 +393,7 @@ class LeaseRequest:
         Raises:
             ServerError: `RANGE_GONE`.
         """
-        if {leased.partition for leased in lease.ranges} != set(partitions):
+        if {leased_range.partition for leased_range in lease.ranges} != set(partitions):
             raise _moved_lease_error(lease)
 
 
@@ -407,7 +407,7 @@ def check_active(lease: HeldLease, partitions: Container[int]) -> None:
     Raises:
         ServerError: `RANGE_GONE`.
     """
-    if any(leased.partition not in partitions for leased in lease.ranges):
+    if any(leased_range.partition not in partitions for leased_range in lease.ranges):
         raise _moved_lease_error(lease)
 
 
@@ -422,7 +422,8 @@ def _moved_lease_error(lease: HeldLease) -> ServerError:
 def merge_leases(leases: Sequence[HeldLease]) -> HeldLease:
     """The leases of several nodes with one ID, as one lease: it lapses when the first does."""
     ranges = sorted(
-        (leased for lease in leases for leased in lease.ranges), key=lambda leased: leased.partition
+        (leased_range for lease in leases for leased_range in lease.ranges),
+        key=lambda leased_range: leased_range.partition,
     )
     time_to_live_s = min(lease.time_to_live_s for lease in leases)
     return HeldLease(leases[0].lease_id, time_to_live_s, tuple(ranges))
@@ -436,11 +437,11 @@ def seqnos(partitions: Iterable[int], *, of_copies: bool = False) -> Call[list[P
             PartitionNumbers(
                 PartitionId(partition),
                 HistoryId(history_id),
-                SeqNo(high),
-                SeqNo(persisted),
-                SeqNo(replicated),
+                SeqNo(high_seq),
+                SeqNo(persisted_seq),
+                SeqNo(replicated_seq),
             )
-            for partition, history_id, high, persisted, replicated in reply.rows
+            for partition, history_id, high_seq, persisted_seq, replicated_seq in reply.rows
         ]
 
     return Call(partial(Seqnos, tuple(partitions), of_copies), result)
@@ -501,4 +502,4 @@ def await_durable(
 
 def get(request: KeyRequest) -> Call[GetReply]:
     """Reads the keys of `request` that have no answer yet."""
-    return Call(request.message, _as_it_is, request.partition)
+    return Call(request.message, _whole_reply, request.partition)

@@ -73,12 +73,12 @@ class Change:
         return cls(partition, operation, key, value, cas, flags, expiry, durability, copies)
 
     @property
-    def level(self) -> tuple[Durability, int]:
+    def durability_level(self) -> tuple[Durability, int]:
         """How durable it must be: the changes of one bundle have one level."""
         return self.durability, self.copies
 
 
-def count_fitting(changes: Iterable[Change]) -> int:
+def count_for_one_bundle(changes: Iterable[Change]) -> int:
     """How many of the first of `changes`, at least one, fit one bundle. O(the answer)."""
     count = nbytes = 0
     for change in changes:
@@ -108,7 +108,7 @@ class ChangeBundle:
 
     def message(self, opaque: int) -> Mutate:
         """The bundle as a request."""
-        durability, copies = self.changes[0].level
+        durability, copies = self.changes[0].durability_level
         return Mutate(self._bundle(), bytes(16), durability, copies, opaque=opaque)
 
     def _bundle(self) -> Bundle:
@@ -160,7 +160,7 @@ class ChangeBundle:
         return outcomes
 
 
-def call_of(change: Change) -> Call[WriteResult]:
+def change_call(change: Change) -> Call[WriteResult]:
     """The change as a request of its own."""
     bundle = ChangeBundle([change])
 

@@ -39,7 +39,8 @@ class SavePriority(IntEnum):
 
 
 class RollbackRequest(msgspec.Struct, frozen=True):
-    """The server asks for a rollback. Whoever undoes it reports to `StreamFollower.rolled_back`.
+    """The server asks for a rollback. Whoever undoes it reports to
+    `StreamFollower.note_rolled_back`.
 
     Attributes:
         partition: The partition.
@@ -60,14 +61,14 @@ class Delivery(msgspec.Struct, frozen=True):
             position moves.
         position: The partition and its position afterwards; None when no position moves.
         nbytes: Bytes to acknowledge to the server afterwards.
-        connection: The connection that brought the bytes; no other one acknowledges them.
+        connection_number: The connection that brought the bytes; no other one acknowledges them.
         priority: How soon this is worth saving.
     """
 
     event: Event | RollbackRequest | None
     position: tuple[PartitionId, Position] | None = None
     nbytes: int = 0
-    connection: int = 0
+    connection_number: int = 0
     priority: SavePriority = SavePriority.PARTIAL
 
 
@@ -164,7 +165,7 @@ class DeliveryTracker:
         counts: What the application was given.
     """
 
-    __slots__ = ("_acknowledge", "_in_hand", "counts", "schedule", "state")
+    __slots__ = ("_acknowledge", "_current_delivery", "counts", "schedule", "state")
 
     def __init__(
         self,
@@ -177,12 +178,12 @@ class DeliveryTracker:
         self.schedule = SaveSchedule(limits, now)
         self.counts = DeliveryCounts()
         self._acknowledge = acknowledge
-        self._in_hand: Delivery | None = None
+        self._current_delivery: Delivery | None = None
 
     def hand_out(self, delivery: Delivery, event: Event) -> None:
         """The application is given `event`, which is the one of `delivery`."""
-        assert self._in_hand is None
-        self._in_hand = delivery
+        assert self._current_delivery is None
+        self._current_delivery = delivery
         self.counts.events += 1
         if isinstance(event, ChunkReceived):
             self.counts.chunks += 1
@@ -191,8 +192,8 @@ class DeliveryTracker:
 
     def finish_current(self) -> None:
         """The application has processed what it has in hand."""
-        if self._in_hand is not None:
-            delivery, self._in_hand = self._in_hand, None
+        if self._current_delivery is not None:
+            delivery, self._current_delivery = self._current_delivery, None
             self.finish_delivery(delivery)
 
     def finish_delivery(self, delivery: Delivery) -> None:
@@ -206,7 +207,7 @@ class DeliveryTracker:
 
     def discard_current(self) -> None:
         """The application has stopped: it may not have processed what it has in hand."""
-        self._in_hand = None
+        self._current_delivery = None
 
     def begin_rollback(self, event: RollbackRequest | RolledBack) -> None:
         """The application is about to be told to roll back. It may be killed after it has done so
@@ -219,8 +220,8 @@ class DeliveryTracker:
 
     def position_after_current(self, partition: PartitionId) -> Position:
         """The partition's position once the delivery in hand is processed."""
-        if self._in_hand is not None and self._in_hand.position is not None:
-            moved_partition, position = self._in_hand.position
+        if self._current_delivery is not None and self._current_delivery.position is not None:
+            moved_partition, position = self._current_delivery.position
             if moved_partition == partition:
                 return position
         return self.state.position(partition)
@@ -228,7 +229,7 @@ class DeliveryTracker:
     def state_after_current(self) -> ResumeState:
         """A copy of the state as it is once the delivery in hand is processed. O(partitions)."""
         state = self.state.copy()
-        if self._in_hand is not None and self._in_hand.position is not None:
-            partition, position = self._in_hand.position
+        if self._current_delivery is not None and self._current_delivery.position is not None:
+            partition, position = self._current_delivery.position
             state.positions[partition] = position
         return state

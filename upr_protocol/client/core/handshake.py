@@ -31,9 +31,9 @@ class Handshake:
 
     Attributes:
         is_done: Whether requests may be sent.
-        server: The server's answer to `Hello`; None before it.
+        hello_reply: The server's answer to `Hello`; None before it.
         logs: The logs in the answer to `Open` that have arrived, by partition.
-        opened: The end of that answer; None before it.
+        opened_reply: The end of that answer; None before it.
     """
 
     __slots__ = (
@@ -41,10 +41,10 @@ class Handshake:
         "_log_in",
         "_partitions",
         "_session",
+        "hello_reply",
         "is_done",
         "logs",
-        "opened",
-        "server",
+        "opened_reply",
     )
 
     def __init__(
@@ -59,9 +59,9 @@ class Handshake:
         self._partitions = partitions
         self._log_in = log_in or ClientLogIn()
         self.is_done = False
-        self.server: HelloReply | None = None
+        self.hello_reply: HelloReply | None = None
         self.logs: dict[PartitionId, PartitionLog] = {}
-        self.opened: Opened | None = None
+        self.opened_reply: Opened | None = None
 
     @property
     def is_channel_bound(self) -> bool:
@@ -78,7 +78,7 @@ class Handshake:
             UsersError: The user's name or the password is empty, or has a control character.
         """
         if isinstance(message, HelloReply):
-            self.server = message
+            self.hello_reply = message
             if (log_in := self._log_in.begin(message.mechanisms)) is not None:
                 self._session.send(log_in)
             else:
@@ -91,7 +91,7 @@ class Handshake:
         elif isinstance(message, PartitionLog):
             self.logs[message.partition] = message
         elif isinstance(message, Opened):
-            self.opened = message
+            self.opened_reply = message
             self.is_done = True
         elif isinstance(message, Refusal):
             raise ServerError(status_of(message.status), message.sentence)
@@ -106,9 +106,9 @@ class Handshake:
     @property
     def partition_count(self) -> int:
         """How many partitions the bucket has; 0 before it is opened."""
-        return self.opened.partition_count if self.opened is not None else 0
+        return self.opened_reply.partition_count if self.opened_reply is not None else 0
 
     @property
     def map_revision(self) -> int:
         """The revision of the node's partition map; 0 when it holds the bucket alone."""
-        return self.opened.map_revision if self.opened is not None else 0
+        return self.opened_reply.map_revision if self.opened_reply is not None else 0

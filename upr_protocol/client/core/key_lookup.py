@@ -84,7 +84,7 @@ class RefusedKeysError(ServerError):
         return type(self), (dict(self.statuses), list(self.items))
 
 
-class MultiGet:
+class KeyLookup:
     """Reads many keys with as few requests as possible, and puts the answers in order.
 
     Args:
@@ -156,7 +156,7 @@ class KeyRequest:
 
     def __init__(
         self,
-        lookup: MultiGet,
+        lookup: KeyLookup,
         partition: PartitionId,
         remaining_keys: list[tuple[int, bytes]],
         history_id: HistoryId,

@@ -121,7 +121,7 @@ class ClusterMetadata:
             # on several connections.
             return is_newer
         self._older_answers[node] = partition_map
-        return (self._is_map_gone() and self._begin_anew()) or is_newer
+        return (self._is_map_gone() and self._take_newest_older_map()) or is_newer
 
     def forget_answers(self) -> None:
         """Forgets which nodes have older maps: they answered long ago."""
@@ -135,7 +135,7 @@ class ClusterMetadata:
             nodes = [self.address.of_node(node) for node in self.map.nodes.values()]
         return self._older_answers.keys() >= set(nodes)
 
-    def _begin_anew(self) -> bool:
+    def _take_newest_older_map(self) -> bool:
         """Takes the newest of the older maps; False if there is none."""
         older_maps = list(filter(None, self._older_answers.values()))
         if not older_maps:

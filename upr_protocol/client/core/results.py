@@ -115,11 +115,11 @@ class PartitionBatchResult(msgspec.Struct, frozen=True):
 
     def results(self, partition: PartitionId, count: int) -> Iterator[WriteResult | Status]:
         """The result of each of the `count` operations, in order; of one that failed, why."""
-        failed, counts = dict(self.failures), dict(self.counters)
+        failed_statuses, counts = dict(self.failures), dict(self.counters)
         seq, cas = self.first_seq, self.first_cas
         for index in range(count):
-            if index in failed:
-                yield status_of(failed[index])
+            if index in failed_statuses:
+                yield status_of(failed_statuses[index])
             else:
                 yield WriteResult(partition, self.history_id, seq, cas, counts.get(index))
                 seq, cas = SeqNo(seq + 1), Cas(cas + 1)
@@ -152,8 +152,8 @@ def split_reply(
     ]
     if not reply.failures and not reply.counters:
         return answers
-    failures = _by_run(reply.failures, bounds)
-    counters = _by_run(reply.counters, bounds)
+    failures = _rows_by_run(reply.failures, bounds)
+    counters = _rows_by_run(reply.counters, bounds)
     for index in failures.keys() | counters.keys():
         status, result = answers[index]
         result = msgspec.structs.replace(
@@ -165,7 +165,7 @@ def split_reply(
     return answers
 
 
-def _by_run(
+def _rows_by_run(
     rows: Iterable[tuple[int, int]], bounds: Sequence[int]
 ) -> dict[int, list[tuple[int, int]]]:
     """Rows of a bundle, each with what is said of it, by the run that they belong to and as rows of

@@ -73,19 +73,19 @@ class SnapshotDeliveries:
         self, message: PartitionSnapshot, connection: int
     ) -> tuple[Delivery, Delivery, Delivery]:
         partition, chunk = message.partition, message.chunk
-        announced = self._starts[partition]
+        announcement = self._starts[partition]
         start = SnapshotStart(
             partition,
-            announced.history_id,
+            announcement.history_id,
             chunk.start,
             chunk.end,
             SnapshotKind.MEMORY,
             False,
-            announced.purge_seq,
+            announcement.purge_seq,
         )
         return (
             Delivery(start),
-            self._chunk(partition, chunk, announced, chunk.end, connection),
+            self._chunk(partition, chunk, announcement, chunk.end, connection),
             self._end(partition, chunk.end),
         )
 
@@ -102,7 +102,7 @@ class SnapshotDeliveries:
         )
         return Delivery(
             ChunkReceived(partition, chunk),
-            self._move(partition, position),
+            self._set_position(partition, position),
             HEADER_BYTES + chunk.nbytes,
             connection,
         )
@@ -111,16 +111,18 @@ class SnapshotDeliveries:
         position = resume_state.position_after_snapshot(self._resume_state.position(partition), end)
         return Delivery(
             SnapshotEnd(partition, end),
-            self._move(partition, position),
+            self._set_position(partition, position),
             priority=SavePriority.COMPLETE,
         )
 
-    def _move(self, partition: PartitionId, position: Position) -> tuple[PartitionId, Position]:
+    def _set_position(
+        self, partition: PartitionId, position: Position
+    ) -> tuple[PartitionId, Position]:
         self._resume_state.positions[partition] = position
         return partition, position
 
 
-def deliver_missing_end(
+def missing_end_deliveries(
     partition: PartitionId, history_id: HistoryId, end: SeqNo
 ) -> list[Delivery]:
     """The deliveries of a snapshot that lacked only its end."""

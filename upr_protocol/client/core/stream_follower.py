@@ -18,7 +18,7 @@ from upr_protocol.client.core.events import CycleCompleted, StreamAccepted, Stre
 from upr_protocol.client.core.handshake import Handshake
 from upr_protocol.client.core.results import status_of
 from upr_protocol.client.core.retry import is_retryable
-from upr_protocol.client.core.snapshot_deliveries import SnapshotDeliveries, deliver_missing_end
+from upr_protocol.client.core.snapshot_deliveries import SnapshotDeliveries, missing_end_deliveries
 from upr_protocol.client.core.subscription import SubscriptionState
 from upr_protocol.errors import ServerError, Status
 from upr_protocol.failover import Position
@@ -77,35 +77,40 @@ class _ConnectionStreams:
     Attributes:
         session: The session.
         handshake: What the node told at first.
-        number: The connection's number, among those of all followers.
-        is_flowing: Whether `Go` was sent: data may come.
+        connection_number: The connection's number, among those of all followers.
+        has_sent_go: Whether `Go` was sent: data may come.
         has_new_logs: Whether an answer has changed a position that is yet to be saved.
-        requested: Streams that the node has yet to answer for.
-        streaming: Streams that the node gives.
-        reopening: Streams to request once an earlier stream of the partition has ended.
+        requested_partitions: Streams that the node has yet to answer for.
+        streaming_partitions: Streams that the node gives.
+        partitions_to_reopen: Streams to request once an earlier stream of the partition has ended.
         barriers: By cookie of a barrier that was sent the streams that it passes.
         reports: By partition what a replica has of it, to be sent.
     """
 
     session: ClientSession
     handshake: Handshake
-    number: int
-    is_flowing: bool = False
+    connection_number: int
+    has_sent_go: bool = False
     has_new_logs: bool = False
-    requested: set[PartitionId] = attrs.field(factory=set)
-    streaming: set[PartitionId] = attrs.field(factory=set)
-    reopening: set[PartitionId] = attrs.field(factory=set)
+    requested_partitions: set[PartitionId] = attrs.field(factory=set)
+    streaming_partitions: set[PartitionId] = attrs.field(factory=set)
+    partitions_to_reopen: set[PartitionId] = attrs.field(factory=set)
     barriers: dict[bytes, set[PartitionId]] = attrs.field(factory=dict)
     reports: dict[PartitionId, ReplicaReport] = attrs.field(factory=dict)
 
     @property
-    def takes_reports(self) -> bool:
+    def accepts_reports(self) -> bool:
         """Whether a replica may send reports."""
         return self.session.state in (SessionState.OPEN, SessionState.STREAMING)
 
     def forget(self, partition: PartitionId) -> None:
         """The partition's stream is of no interest any more."""
-        for partitions in (self.requested, self.streaming, self.reopening, *self.barriers.values()):
+        for partitions in (
+            self.requested_partitions,
+            self.streaming_partitions,
+            self.partitions_to_reopen,
+            *self.barriers.values(),
+        ):
             partitions.discard(partition)
 
 
@@ -137,15 +142,17 @@ class StreamFollower:
 
     # The life of a connection.
 
-    def connected(self, session: ClientSession, handshake: Handshake) -> None:
+    def connection_made(self, session: ClientSession, handshake: Handshake) -> None:
         """Requests the remaining streams on a new connection, once the subscription has learned
         which partitions there are."""
         self.failure = None
-        self._connection = _ConnectionStreams(session, handshake, self._state.new_connection())
-        for partition in sorted(self.partitions & self._state.remaining):
+        self._connection = _ConnectionStreams(
+            session, handshake, self._state.next_connection_number()
+        )
+        for partition in sorted(self.partitions & self._state.remaining_partitions):
             self._open_stream(self._connection, partition)
 
-    def disconnected(self) -> None:
+    def connection_lost(self) -> None:
         """The connection is lost; what was received stays."""
         self._connection = None
 
@@ -161,7 +168,7 @@ class StreamFollower:
             return
         if partition in connection.session.streams:
             # It was here before, and its closing is not answered yet.
-            connection.reopening.add(partition)
+            connection.partitions_to_reopen.add(partition)
         else:
             self._open_stream(connection, partition)
 
@@ -194,8 +201,8 @@ class StreamFollower:
                 "its numbers"
             )
             return
-        connection.requested.add(partition)
-        if partition not in self._state.rollbacks:
+        connection.requested_partitions.add(partition)
+        if partition not in self._state.pending_rollbacks:
             self._request_stream(connection.session, partition)
 
     def _give_up_connection(self, reason: str) -> None:
@@ -227,11 +234,11 @@ class StreamFollower:
     def _go_if_all_answered(self, connection: _ConnectionStreams) -> None:
         """Has the server send data, once every stream is answered for. So the new logs of all
         streams are saved at once, before any data."""
-        if connection.requested or connection.is_flowing or self.failure is not None:
+        if connection.requested_partitions or connection.has_sent_go or self.failure is not None:
             return
-        if connection.streaming:
+        if connection.streaming_partitions:
             connection.session.send(Go())
-            connection.is_flowing = True
+            connection.has_sent_go = True
             self.send_barriers()
 
     # What the application has to say.
@@ -246,7 +253,7 @@ class StreamFollower:
         if (
             connection is None
             or not delivery.nbytes
-            or delivery.connection != connection.number
+            or delivery.connection_number != connection.connection_number
             or connection.session.state is not SessionState.STREAMING
         ):
             return False
@@ -256,12 +263,12 @@ class StreamFollower:
     def send_barriers(self) -> None:
         """Sends the barriers that have yet to pass this node's streams, if it streams."""
         connection = self._connection
-        if connection is None or not connection.is_flowing:
+        if connection is None or not connection.has_sent_go:
             return
-        for cookie in self._state.barriers.cookies_to_send(connection.streaming):
+        for cookie in self._state.barriers.cookies_to_send(connection.streaming_partitions):
             if cookie not in connection.barriers:
                 connection.session.send(Barrier(cookie))
-                connection.barriers[cookie] = set(connection.streaming)
+                connection.barriers[cookie] = set(connection.streaming_partitions)
 
     def report(self, report: ReplicaReport) -> bool:
         """Notes what a replica has of a partition for the next `send_reports`, instead of what was
@@ -270,7 +277,7 @@ class StreamFollower:
         Returns:
             Whether it was noted.
         """
-        if self._connection is None or not self._connection.takes_reports:
+        if self._connection is None or not self._connection.accepts_reports:
             return False
         self._connection.reports[report[0]] = report
         return True
@@ -278,11 +285,11 @@ class StreamFollower:
     def send_reports(self) -> None:
         """Sends the reports that were noted, in one message."""
         connection = self._connection
-        if connection is not None and connection.reports and connection.takes_reports:
+        if connection is not None and connection.reports and connection.accepts_reports:
             connection.session.send(ReplicaAck(tuple(connection.reports.values())))
             connection.reports.clear()
 
-    def rolled_back(self, partition: PartitionId, to: SeqNo) -> Delivery:
+    def note_rolled_back(self, partition: PartitionId, to: SeqNo) -> Delivery:
         """The application has rolled back to `to`, from where the stream is requested now, or on
         the next connection.
 
@@ -291,7 +298,7 @@ class StreamFollower:
         """
         delivery = self._state.roll_back(self._state.finish_rollback(partition, to), to)
         connection = self._connection
-        if connection is not None and partition in connection.requested:
+        if connection is not None and partition in connection.requested_partitions:
             self._request_stream(connection.session, partition)
         return delivery
 
@@ -302,7 +309,7 @@ class StreamFollower:
         connection = self._connection
         assert connection is not None
         if type(message) in SNAPSHOT_MESSAGES:
-            return self._snapshots.receive(message, connection.number)
+            return self._snapshots.receive(message, connection.connection_number)
         if isinstance(message, CycleEnd):
             return (Delivery(CycleCompleted(message.cycle)),)
         if isinstance(message, BarrierReply):
@@ -321,10 +328,10 @@ class StreamFollower:
         passed_partitions = connection.barriers.pop(message.cookie, set())
         ends = {partition: end for partition, end in message.ends if partition in passed_partitions}
         barriers.add_passed(message.cookie, passed_partitions, ends)
-        completed = barriers.close_completed(self._state.remaining)
+        completed_barriers = barriers.close_completed(self._state.remaining_partitions)
         # The barrier may have yet to pass partitions that came to this node meanwhile.
         self.send_barriers()
-        return [Delivery(event) for event in completed]
+        return [Delivery(event) for event in completed_barriers]
 
     def _stream_answered(
         self, connection: _ConnectionStreams, message: StreamReply
@@ -359,33 +366,35 @@ class StreamFollower:
                 f"partition {partition} is in another history than its end was read in"
             )
             return ()
-        connection.requested.discard(partition)
-        connection.streaming.add(partition)
+        connection.requested_partitions.discard(partition)
+        connection.streaming_partitions.add(partition)
         old_position = state.resume_state.position(partition)
         new_position = resume_state.position_after_acceptance(old_position, log)
         state.resume_state.positions[partition] = new_position
         # The first time the position itself may be new to the application: that of "now".
-        connection.has_new_logs |= partition not in state.accepted or new_position != old_position
-        state.accepted.add(partition)
+        connection.has_new_logs |= (
+            partition not in state.accepted_partitions or new_position != old_position
+        )
+        state.accepted_partitions.add(partition)
         self._go_if_all_answered(connection)
         self.send_barriers()
         # The last answer before `Go` has the logs of all streams saved, before any data. Only a
         # snapshot's missing end comes before `Go`: it has its own log saved.
         has_missing_end = new_position.last_complete != old_position.last_complete
-        is_urgent = has_missing_end or (connection.is_flowing and connection.has_new_logs)
-        if connection.is_flowing:
+        is_urgent = has_missing_end or (connection.has_sent_go and connection.has_new_logs)
+        if connection.has_sent_go:
             connection.has_new_logs = False
         event = StreamAccepted(partition, log) if state.subscription.with_logs else None
         priority = SavePriority.URGENT if is_urgent else SavePriority.PARTIAL
         deliveries = [Delivery(event, (partition, new_position), priority=priority)]
         if has_missing_end:
-            deliveries += deliver_missing_end(partition, log.current, new_position.last_complete)
+            deliveries += missing_end_deliveries(partition, log.current, new_position.last_complete)
         return deliveries
 
     def _rollback_ordered(self, connection: _ConnectionStreams, message: StreamReply) -> Delivery:
         request = RollbackRequest(message.partition, message.seq, message.reason)
         if self._state.subscription.has_undo:
-            self._state.rollbacks[request.partition] = request
+            self._state.pending_rollbacks[request.partition] = request
             return Delivery(request)
         delivery = self._state.roll_back(request, SeqNo(0))
         self._request_stream(connection.session, request.partition)
@@ -398,28 +407,28 @@ class StreamFollower:
         if self._is_removed(connection, partition):
             self._reopen(connection, partition)
             return ()
-        connection.streaming.discard(partition)
+        connection.streaming_partitions.discard(partition)
         if status not in _FINAL_STATUSES:
             reason = status.name.replace("_", " ").lower()
             error = ServerError(status, f"the stream of partition {partition} ended, {reason}")
             self._stream_refused(connection, partition, error, 0)
             return ()
         state = self._state
-        state.remaining.discard(partition)
+        state.remaining_partitions.discard(partition)
         deliveries = [Delivery(StreamEnded(partition, status))]
-        if state.remaining:
+        if state.remaining_partitions:
             # Barriers may have waited for this stream and no other.
-            completed = state.barriers.close_completed(state.remaining)
-            deliveries += [Delivery(event) for event in completed]
+            completed_barriers = state.barriers.close_completed(state.remaining_partitions)
+            deliveries += [Delivery(event) for event in completed_barriers]
         return deliveries
 
     def _is_removed(self, connection: _ConnectionStreams, partition: PartitionId) -> bool:
         """Whether a message belongs to a stream that this follower has removed."""
-        return partition in connection.reopening or partition not in self.partitions
+        return partition in connection.partitions_to_reopen or partition not in self.partitions
 
     def _reopen(self, connection: _ConnectionStreams, partition: PartitionId) -> None:
-        if partition in connection.reopening:
-            connection.reopening.discard(partition)
+        if partition in connection.partitions_to_reopen:
+            connection.partitions_to_reopen.discard(partition)
             self._open_stream(connection, partition)
 
     def _stream_refused(

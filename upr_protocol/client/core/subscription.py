@@ -84,11 +84,11 @@ class SubscriptionState:
         subscription: What the consumer asked for.
         resume_state: The positions of everything received; the application may have processed less.
         partitions: The partitions to stream; None until a node has told how many there are.
-        remaining: Those of them whose streams have not ended for good.
+        remaining_partitions: Those of them whose streams have not ended for good.
         barriers: The barriers in flight.
-        accepted: The partitions whose stream a node has accepted at least once.
-        rollbacks: The rollbacks that the application is undoing. Meanwhile their streams are not
-            requested, on any connection: their positions are about to move.
+        accepted_partitions: The partitions whose stream a node has accepted at least once.
+        pending_rollbacks: The rollbacks that the application is undoing. Meanwhile their streams
+            are not requested, on any connection: their positions are about to move.
         rollback_count: How many rollbacks there were.
         connection_count: How many connections there were, of all followers.
         partition_count: How many partitions the bucket has; 0 until a node has told.
@@ -98,9 +98,9 @@ class SubscriptionState:
         self.subscription = subscription
         self.resume_state = resume_state
         self.partitions: tuple[PartitionId, ...] | None = None
-        self.remaining: set[PartitionId] = set()
-        self.accepted: set[PartitionId] = set()
-        self.rollbacks: dict[PartitionId, RollbackRequest] = {}
+        self.remaining_partitions: set[PartitionId] = set()
+        self.accepted_partitions: set[PartitionId] = set()
+        self.pending_rollbacks: dict[PartitionId, RollbackRequest] = {}
         self.barriers = BarrierTracker()
         self.rollback_count = 0
         self.connection_count = 0
@@ -113,7 +113,7 @@ class SubscriptionState:
     @property
     def is_finished(self) -> bool:
         """Whether every stream has ended for good."""
-        return self.partitions is not None and not self.remaining
+        return self.partitions is not None and not self.remaining_partitions
 
     def learn_partitions(self, handshake: Handshake) -> list[Delivery]:
         """A node tells how many partitions the bucket has.
@@ -135,17 +135,17 @@ class SubscriptionState:
                     f"{self.partition_count}",
                 )
             return []
-        asked_for = self.subscription.partitions
-        for partition in asked_for:
+        requested_partitions = self.subscription.partitions
+        for partition in requested_partitions:
             if partition >= count:
                 raise ServerError(
                     Status.BAD_ARGUMENT,
                     f"the bucket has partitions 0 to {count - 1}, not {partition}",
                 )
         self.partition_count = count
-        self.partitions = asked_for or tuple(map(PartitionId, range(count)))
-        self.remaining = set(self.partitions)
-        if asked_for:
+        self.partitions = requested_partitions or tuple(map(PartitionId, range(count)))
+        self.remaining_partitions = set(self.partitions)
+        if requested_partitions:
             # The application hears nothing of partitions that it did not ask for.
             return []
         reason = "the bucket does not have this partition any more"
@@ -208,7 +208,7 @@ class SubscriptionState:
         """Where the stream of a partition ends."""
         return self._ends.get(partition, SEQ_MAX)
 
-    def new_connection(self) -> int:
+    def next_connection_number(self) -> int:
         """Numbers one more connection, of any follower."""
         self.connection_count += 1
         return self.connection_count
@@ -231,11 +231,11 @@ class SubscriptionState:
         Raises:
             ValueError: `to` is above the ceiling.
         """
-        request = self.rollbacks[partition]
+        request = self.pending_rollbacks[partition]
         if not 0 <= to <= request.ceiling:
             raise ValueError(
                 f"partition {partition} was rolled back to {to}, above its ceiling "
                 f"{request.ceiling}"
             )
-        del self.rollbacks[partition]
+        del self.pending_rollbacks[partition]
         return request

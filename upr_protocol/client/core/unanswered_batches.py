@@ -58,7 +58,7 @@ IN_FLIGHT_LIMIT: Final = 64
 CHUNK_BYTES_MAX: Final = FRAME_BODY_BYTES_MAX - 1024
 """A frame, less the fields beside the chunk."""
 
-UNANSWERED_ROWS_ENOUGH: Final = 4 * BUNDLE_MUTATIONS
+BUSY_NODE_ROWS: Final = 4 * BUNDLE_MUTATIONS
 """A server with so many unanswered operations has enough to do for some milliseconds. What is sent
 to it meanwhile is not answered earlier for being sent at once. An answer lets just the partitions
 of its own bundle send again: sent each time, small bundles would stay small for ever."""
@@ -67,8 +67,8 @@ UNANSWERED_ROWS_PLENTY: Final = 8 * BUNDLE_MUTATIONS
 """With so many unanswered operations, answers come whatever is sent, and each lets more partitions
 send. So only full bundles are sent: a bundle's own cost is that of a dozen runs."""
 
-_WORTH_ROWS: Final = BUNDLE_MUTATIONS * 3 // 4
-_WORTH_BYTES: Final = BUNDLE_BYTES * 3 // 4
+_MOSTLY_FULL_ROWS: Final = BUNDLE_MUTATIONS * 3 // 4
+_MOSTLY_FULL_BYTES: Final = BUNDLE_BYTES * 3 // 4
 
 _FULL_ROWS: Final = BUNDLE_MUTATIONS * 15 // 16
 _FULL_BYTES: Final = BUNDLE_BYTES * 15 // 16
@@ -174,7 +174,7 @@ class PublishOptions:
         durability: The durability that servers answer a batch at.
         copies: How many replicas beside the active, for the replicated levels.
         linger_s: How long batches wait for others to fill a bundle with, at most, unless
-            `UNANSWERED_ROWS_ENOUGH` are unanswered at level memory. They wait only while an
+            `BUSY_NODE_ROWS` are unanswered at level memory. They wait only while an
             earlier bundle is on its way.
     """
 
@@ -258,10 +258,10 @@ class UnansweredBatches:
     Attributes:
         writer: See above.
         options: See above.
-        unplaced: The batches of partitions that have no node. Nothing sends them.
+        unplaced_batches: The batches of partitions that have no node. Nothing sends them.
         count: How many batches were added and have no final answer.
         nbytes: Their memory.
-        resent: How many times a batch was sent again.
+        resent_count: How many times a batch was sent again.
     """
 
     def __init__(
@@ -269,10 +269,10 @@ class UnansweredBatches:
     ) -> None:
         self.writer = writer
         self.options = options
-        self.unplaced = NodeBatches(self)
+        self.unplaced_batches = NodeBatches(self)
         self.count = 0
         self.nbytes = 0
-        self.resent = 0
+        self.resent_count = 0
         self._draw = draw
         self._queues: dict[PartitionId, PartitionBatches] = {}
 
@@ -311,9 +311,9 @@ class UnansweredBatches:
         """The queue of a partition."""
         queue = self._queues.get(partition)
         if queue is None:
-            queue = PartitionBatches(partition, self.unplaced, self._draw)
+            queue = PartitionBatches(partition, self.unplaced_batches, self._draw)
             self._queues[partition] = queue
-            self.unplaced.attach_partition(queue)
+            self.unplaced_batches.attach_partition(queue)
         return queue
 
     def is_send_worth_trying(self, partition: PartitionId) -> bool:
@@ -324,7 +324,7 @@ class UnansweredBatches:
     def is_unplaced(self, partition: PartitionId) -> bool:
         """Whether `partition` has batches to send, and no node to send them to."""
         queue = self._queues.get(partition)
-        return queue is not None and queue.node is self.unplaced and len(queue) > 0
+        return queue is not None and queue.node is self.unplaced_batches and len(queue) > 0
 
     def new_node(self) -> NodeBatches:
         """The part for one more node; `place` gives it partitions."""
@@ -347,7 +347,7 @@ class UnansweredBatches:
     def unplace_all(self, node: NodeBatches) -> None:
         """Takes all partitions from a node that is not needed any more. O(unanswered)."""
         for queue in node.queues():
-            self.place(queue.partition, self.unplaced)
+            self.place(queue.partition, self.unplaced_batches)
 
     def remove_answered(self, batches: Sequence[Batch], nbytes: int) -> None:
         """Counts out batches that have their final answer, and so many bytes of memory."""
@@ -382,7 +382,7 @@ def _unfit_error(chunk: Chunk) -> ServerError:
     )
 
 
-class _Chosen(NamedTuple):
+class _NextBundle(NamedTuple):
     """Queues of which the next batches make a bundle, their operations and bytes."""
 
     queues: list[PartitionBatches]
@@ -407,17 +407,17 @@ class NodeBatches:
         self._unanswered_rows = 0
         # The queues that may send, the one that has waited longest first; and those that wait
         # before they send refused batches again.
-        self._sendable: dict[PartitionBatches, None] = {}
-        self._backing_off: dict[PartitionBatches, None] = {}
+        self._sendable_queues: dict[PartitionBatches, None] = {}
+        self._backing_off_queues: dict[PartitionBatches, None] = {}
         # The queues whose batches are not to be sent any more, as one was refused for good.
-        self._refused: dict[PartitionBatches, None] = {}
+        self._refused_queues: dict[PartitionBatches, None] = {}
         # Operations and bytes of all batches that wait here, and since when they wait for others.
         self._unsent_rows = 0
         self._unsent_bytes = 0
         self._unsent_since: float | None = None
         # From so many unsent rows or bytes on, most of a bundle may be filled with what may be
         # sent; None while the session takes nothing.
-        self._worth_from: tuple[int, int] | None = (0, 0)
+        self._unsent_thresholds: tuple[int, int] | None = (0, 0)
 
     # Placement: called by `UnansweredBatches`.
 
@@ -435,9 +435,9 @@ class NodeBatches:
 
     def detach_partition(self, queue: PartitionBatches) -> None:
         """Gives up a partition. O(unanswered)."""
-        self._sendable.pop(queue, None)
-        self._backing_off.pop(queue, None)
-        self._refused.pop(queue, None)
+        self._sendable_queues.pop(queue, None)
+        self._backing_off_queues.pop(queue, None)
+        self._refused_queues.pop(queue, None)
         del self._queues[queue]
         self.count -= len(queue)
         self._count_unsent(queue.waiting_batches, -1)
@@ -455,17 +455,17 @@ class NodeBatches:
     @property
     def is_blocked(self) -> bool:
         """Whether batches might be sent that the session did not take when `send` was called."""
-        return self._worth_from is None
+        return self._unsent_thresholds is None
 
     @property
     def is_send_worth_trying(self) -> bool:
         """Whether `send` or `take_refused` may have something to do because batches were added.
         What else they may wait for calls them itself. O(1)."""
-        if self._refused:
+        if self._refused_queues:
             return True
-        if self._worth_from is None or not self._sendable:
+        if self._unsent_thresholds is None or not self._sendable_queues:
             return False
-        rows, nbytes = self._worth_from
+        rows, nbytes = self._unsent_thresholds
         return (
             not self._bundles
             or self._unsent_since is None
@@ -485,16 +485,16 @@ class NodeBatches:
     def _schedule(self, queue: PartitionBatches) -> None:
         """Lets a queue send, after the others, if it may."""
         if queue.refusal is not None:
-            self._sendable.pop(queue, None)
+            self._sendable_queues.pop(queue, None)
             if queue.waiting_batches:
-                self._refused[queue] = None
+                self._refused_queues[queue] = None
         elif (
             queue.waiting_batches
             and queue.in_flight < self._all_batches.options.in_flight
             and not queue.has_refused
-            and queue not in self._backing_off
+            and queue not in self._backing_off_queues
         ):
-            self._sendable[queue] = None
+            self._sendable_queues[queue] = None
 
     # Sending.
 
@@ -515,17 +515,17 @@ class NodeBatches:
         has_lingered = now >= self._unsent_since + self._all_batches.options.linger_s
         has_sent = False
         while self._may_send(session):
-            is_late = has_lingered and not self._has_enough_to_do
-            chosen = self._choose()
-            if not (is_due or is_late or self._is_worth_sending(chosen)):
+            is_late = has_lingered and not self._is_node_busy
+            next_bundle = self._choose_next_bundle()
+            if not (is_due or is_late or self._is_worth_sending(next_bundle)):
                 break
-            self._send_bundle(session, chosen)
+            self._send_bundle(session, next_bundle)
             self._unsent_since = now
             has_sent = True
         else:
             self._unsent_since = None
-            self._worth_from = None if self._sendable else (0, 0)
-        if not self._sendable or session.credit.is_open:
+            self._unsent_thresholds = None if self._sendable_queues else (0, 0)
+        if not self._sendable_queues or session.credit.is_open:
             self.out_of_credit_since = None
         elif has_sent or self.out_of_credit_since is None:
             self.out_of_credit_since = now
@@ -533,15 +533,15 @@ class NodeBatches:
 
     def _may_send(self, session: ClientSession) -> bool:
         return (
-            bool(self._sendable)
+            bool(self._sendable_queues)
             and session.credit.is_open
             and len(self._bundles) < _REQUESTS_MAX
             and session.outgoing_bytes < OUTGOING_BYTES_MAX
         )
 
     @property
-    def _has_enough_to_do(self) -> bool:
-        return self._has_unanswered(UNANSWERED_ROWS_ENOUGH)
+    def _is_node_busy(self) -> bool:
+        return self._has_unanswered(BUSY_NODE_ROWS)
 
     def _has_unanswered(self, rows: int) -> bool:
         """Whether the server works on so many operations at least."""
@@ -549,53 +549,53 @@ class NodeBatches:
         is_busy = self._all_batches.options.durability is Durability.MEMORY
         return is_busy and self._unanswered_rows >= rows
 
-    def _choose(self) -> _Chosen:
+    def _choose_next_bundle(self) -> _NextBundle:
         """The queues whose next batches go into the next bundle."""
         queues, rows, nbytes = list[PartitionBatches](), 0, 0
-        for queue in self._sendable:
+        for queue in self._sendable_queues:
             chunk = queue.waiting_batches[0].chunk
             next_rows, next_bytes = rows + chunk.count, nbytes + chunk.nbytes
             if queues and (next_rows > BUNDLE_MUTATIONS or next_bytes > BUNDLE_BYTES):
                 break
             rows, nbytes = next_rows, next_bytes
             queues.append(queue)
-        return _Chosen(queues, rows, nbytes)
+        return _NextBundle(queues, rows, nbytes)
 
-    def _is_worth_sending(self, chosen: _Chosen) -> bool:
+    def _is_worth_sending(self, next_bundle: _NextBundle) -> bool:
         """Whether nothing is gained by waiting for more batches: the node has nothing else to do,
         or what may be sent now fills most of a bundle."""
-        queues, rows, nbytes = chosen
-        if not self._bundles or len(queues) < len(self._sendable):
+        queues, rows, nbytes = next_bundle
+        if not self._bundles or len(queues) < len(self._sendable_queues):
             return True
         if self._has_unanswered(UNANSWERED_ROWS_PLENTY):
             rows_enough, bytes_enough = _FULL_ROWS, _FULL_BYTES
         else:
-            rows_enough, bytes_enough = _WORTH_ROWS, _WORTH_BYTES
-            rows, nbytes = self._with_later_batches(chosen)
+            rows_enough, bytes_enough = _MOSTLY_FULL_ROWS, _MOSTLY_FULL_BYTES
+            rows, nbytes = self._with_later_batches(next_bundle)
         if rows >= rows_enough or nbytes >= bytes_enough:
             return True
-        self._worth_from = (
+        self._unsent_thresholds = (
             self._unsent_rows + rows_enough - rows,
             self._unsent_bytes + bytes_enough - nbytes,
         )
         return False
 
-    def _with_later_batches(self, chosen: _Chosen) -> tuple[int, int]:
+    def _with_later_batches(self, next_bundle: _NextBundle) -> tuple[int, int]:
         """The operations and bytes that the chosen queues may send now: a partition's batches go
         one after the other, in as many bundles. Counts no further than is worth sending."""
-        queues, rows, nbytes = chosen
+        queues, rows, nbytes = next_bundle
         in_flight_max = self._all_batches.options.in_flight
         for queue in queues:
-            if rows >= _WORTH_ROWS or nbytes >= _WORTH_BYTES:
+            if rows >= _MOSTLY_FULL_ROWS or nbytes >= _MOSTLY_FULL_BYTES:
                 break
             for batch in islice(queue.waiting_batches, 1, in_flight_max - queue.in_flight):
                 rows += batch.chunk.count
                 nbytes += batch.chunk.nbytes
         return rows, nbytes
 
-    def _send_bundle(self, session: ClientSession, chosen: _Chosen) -> None:
+    def _send_bundle(self, session: ClientSession, next_bundle: _NextBundle) -> None:
         all_batches = self._all_batches
-        queues, rows, nbytes = chosen
+        queues, rows, nbytes = next_bundle
         queues.sort(key=_PARTITION)
         batches = [queue.waiting_batches[0] for queue in queues]
         bundle = Bundle.of_parts(
@@ -619,7 +619,7 @@ class NodeBatches:
         self._unanswered_rows += rows
         self._unsent_rows -= rows
         self._unsent_bytes -= nbytes
-        in_flight_max, sendable = all_batches.options.in_flight, self._sendable
+        in_flight_max, sendable = all_batches.options.in_flight, self._sendable_queues
         for queue, batch in zip(queues, batches, strict=True):
             waiting_batches = queue.waiting_batches
             waiting_batches.popleft()
@@ -631,21 +631,21 @@ class NodeBatches:
                 sendable[queue] = None
             batch.bundle = sent_bundle
             if batch.was_sent:
-                all_batches.resent += 1
+                all_batches.resent_count += 1
             batch.was_sent = True
 
     @property
     def send_at(self) -> float | None:
         """When to call `send` next, though nothing arrives: refused batches are sent again, or a
         batch has waited for others long enough. None when neither is to come."""
-        times = [queue.resend_at for queue in self._backing_off]
-        if self._unsent_since is not None and not self._has_enough_to_do:
+        times = [queue.resend_at for queue in self._backing_off_queues]
+        if self._unsent_since is not None and not self._is_node_busy:
             times.append(self._unsent_since + self._all_batches.options.linger_s)
         return min(times, default=None)
 
     def _end_backoffs(self, now: float) -> None:
-        for queue in [queue for queue in self._backing_off if queue.resend_at <= now]:
-            del self._backing_off[queue]
+        for queue in [queue for queue in self._backing_off_queues if queue.resend_at <= now]:
+            del self._backing_off_queues[queue]
             self._schedule(queue)
 
     # Receiving.
@@ -675,7 +675,7 @@ class NodeBatches:
         del self._bundles[message.opaque]
         self._unanswered_rows -= bundle.row_count
         finished_batches = list[Batch]()
-        sendable = self._sendable
+        sendable = self._sendable_queues
         for queue, batch, (status, result) in zip(bundle.queues, batches, answers, strict=True):
             # The answer may tell of a batch that was meanwhile sent again, in another bundle.
             if batch.bundle is not bundle:
@@ -715,10 +715,10 @@ class NodeBatches:
         if status is Status.NOT_DURABLE_YET:
             batch.not_durable = result
         if self._may_retry(queue, batch, status, now):
-            self._sendable.pop(queue, None)
+            self._sendable_queues.pop(queue, None)
             return False
         batch.refusal = queue.refusal or status
-        if self._all_batches.writer.attempt and status not in _EFFECTIVE:
+        if self._all_batches.writer.attempt and status not in _APPLIED_STATUSES:
             queue.refusal = batch.refusal
         return True
 
@@ -728,7 +728,7 @@ class NodeBatches:
             self._requeue(queue)
             if queue.refusal is None:
                 queue.resend_at = now + queue.backoff.next_wait_s()
-                self._backing_off[queue] = None
+                self._backing_off_queues[queue] = None
         self._schedule(queue)
 
     def take_refused(self) -> list[Batch]:
@@ -737,13 +737,13 @@ class NodeBatches:
 
         Call it after everything that changes the batches, as `send`, also without a connection."""
         batches: list[Batch] = []
-        for queue in self._refused:
+        for queue in self._refused_queues:
             self._count_unsent(queue.waiting_batches, -1)
             batches += queue.waiting_batches
             for batch in queue.waiting_batches:
                 batch.refusal = queue.refusal
             queue.waiting_batches.clear()
-        self._refused.clear()
+        self._refused_queues.clear()
         self.count -= len(batches)
         self._all_batches.remove_answered(batches, sum(batch.nbytes for batch in batches))
         return batches
@@ -756,14 +756,14 @@ class NodeBatches:
         may_pass = is_retryable(ServerError(status)) or status is Status.NOT_DURABLE_YET
         return may_pass and now < batch.refused_at + self._all_batches.options.retry_timeout_s
 
-    def disconnected(self) -> None:
+    def connection_lost(self) -> None:
         """The connection is lost: every unanswered batch is to be sent again. O(unanswered)."""
         self._bundles.clear()
         self._unanswered_rows = 0
-        self._backing_off.clear()
-        self._sendable.clear()
+        self._backing_off_queues.clear()
+        self._sendable_queues.clear()
         self.out_of_credit_since = self._unsent_since = None
-        self._worth_from = 0, 0
+        self._unsent_thresholds = 0, 0
         for queue in self._queues:
             self._requeue(queue)
             self._schedule(queue)
@@ -771,7 +771,7 @@ class NodeBatches:
 
 _OK: Final = Status.OK  # an enum's attributes are slow to look up
 
-_EFFECTIVE: Final = frozenset({Status.NOT_DURABLE_YET, Status.TOKEN_TOO_OLD})
+_APPLIED_STATUSES: Final = frozenset({Status.NOT_DURABLE_YET, Status.TOKEN_TOO_OLD})
 """Refusals of batches that were applied, or may have been."""
 
 _NO_RESULT: Final = PartitionBatchResult(HistoryId(0), SeqNo(0), SeqNo(0), Cas(0))

@@ -69,7 +69,7 @@ class LocalCopyFile:
 
     Attributes:
         state: The resume state when the file was opened.
-        broken: Whether something failed.
+        has_failed: Whether something failed.
     """
 
     def __init__(
@@ -84,13 +84,13 @@ class LocalCopyFile:
         self._database = database
         self._lock = lock
         self.state = state
-        self.broken = False
+        self.has_failed = False
         self._deletions_max = deletions_max
-        self._moved: dict[PartitionId, tuple[Position, SeqNo]] = {}
+        self._uncommitted_positions: dict[PartitionId, tuple[Position, SeqNo]] = {}
         """By partition the position to be committed, and from where the partition is consistent."""
         self._commits = 0
         # The iterating task and tasks that call `get` or `count` take turns.
-        self._turn = trio.CapacityLimiter(1)
+        self._limiter = trio.CapacityLimiter(1)
 
     @classmethod
     def open(
@@ -133,10 +133,10 @@ class LocalCopyFile:
         Raises:
             LocalCopyWriteError: It failed, or something before it did.
         """
-        return await trio.to_thread.run_sync(self._guard, function, *args, limiter=self._turn)
+        return await trio.to_thread.run_sync(self._guard, function, *args, limiter=self._limiter)
 
     def _guard(self, function: Callable[..., T], *args: object) -> T:
-        if self.broken:
+        if self.has_failed:
             raise LocalCopyWriteError(
                 f"{self._directory} could not be written before; start again to continue from "
                 "the last commit"
@@ -148,15 +148,15 @@ class LocalCopyFile:
                 raise sqlite3.OperationalError("the transaction has ended")
             return function(*args)
         except sqlite3.Error as error:
-            self._break()
+            self._fail()
             raise write_error(self._directory, error) from error
         except BaseException:
-            self._break()
+            self._fail()
             raise
 
-    def _break(self) -> None:
-        self.broken = True
-        self._moved.clear()
+    def _fail(self) -> None:
+        self.has_failed = True
+        self._uncommitted_positions.clear()
         if self._database.in_transaction:
             with suppress(sqlite3.Error):
                 self._database.execute("ROLLBACK")
@@ -209,7 +209,7 @@ class LocalCopyFile:
     ) -> None:
         """Sets a partition's position, and where the copy equals the server's state again; see
         `RollbackPlanner.consistent_from`."""
-        self._moved[partition] = (position, consistent_from)
+        self._uncommitted_positions[partition] = (position, consistent_from)
 
     async def commit(self) -> None:
         """Commits all changes."""
@@ -217,7 +217,7 @@ class LocalCopyFile:
 
     def _commit(self) -> None:
         database = self._database
-        for partition, (position, consistent_from) in self._moved.items():
+        for partition, (position, consistent_from) in self._uncommitted_positions.items():
             state = ResumeState(self.state.bucket, {partition: position})
             complete = position.partial is None and position.last_complete >= consistent_from
             database.execute(
@@ -230,13 +230,13 @@ class LocalCopyFile:
         if not self._commits % _COMMITS_PER_CLEANUP:
             self._forget_deletions()
         database.execute("COMMIT")
-        self._moved.clear()
+        self._uncommitted_positions.clear()
         database.execute("BEGIN IMMEDIATE")
 
     def _forget_deletions(self) -> None:
         """Forgets the oldest deletions that are too many, in partitions without a foreign key."""
         database = self._database
-        for partition, (position, consistent_from) in self._moved.items():
+        for partition, (position, consistent_from) in self._uncommitted_positions.items():
             if consistent_from == SEQ_MAX:
                 continue  # some deletions may have to be undone
             is_deleted = "partition = ? AND value IS NULL"

@@ -76,16 +76,16 @@ class LocalCopyFollower(RollbackIterator):
                 return await anext(self._consumer)
 
     async def _process(self, event: Event) -> Event | Undone | None:
-        processed = await super()._process(event)
+        result = await super()._process(event)
         if not isinstance(event, CycleCompleted | BarrierReached):
             position = self._consumer.position(event.partition)
             consistent_from = self._planner.consistent_from(event.partition)
             self._file.set_position(event.partition, position, consistent_from)
-            is_complete = isinstance(processed, SnapshotEnd)
+            is_complete = isinstance(result, SnapshotEnd)
             priority = SavePriority.COMPLETE if is_complete else SavePriority.PARTIAL
             nbytes = event.chunk.nbytes if isinstance(event, ChunkReceived) else 0
             self._schedule.add_unsaved(priority, nbytes)
-        return processed
+        return result
 
     async def _keep_chunk(self, event: ChunkReceived, log: FailoverLog) -> None:
         await self._file.put_chunk(event.partition, log, event.chunk)
@@ -158,7 +158,7 @@ async def keep_local_copy(
             finally:
                 deadline = trio.current_time() + _LAST_COMMIT_S
                 with trio.CancelScope(shield=True, deadline=deadline):
-                    if not file.broken:
+                    if not file.has_failed:
                         await copy.save()
     finally:
         file.close()

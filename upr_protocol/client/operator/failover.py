@@ -69,7 +69,7 @@ async def fail_over(
         failover.check_replicas()
     await failover.fence()
     if lose_acknowledged:
-        failover.check_copies(failover.fenced)
+        failover.check_copies(failover.fenced_nodes)
     else:
         await failover.check_fenced()
     actives = await failover.choose_actives(to, lose_acknowledged=lose_acknowledged)
@@ -80,7 +80,7 @@ class _Failover:
     """One failover.
 
     Attributes:
-        fenced: The nodes that were fenced, and that said what they have.
+        fenced_nodes: The nodes that were fenced, and that said what they have.
     """
 
     def __init__(
@@ -97,7 +97,7 @@ class _Failover:
         self._copies: dict[PartitionId, list[PartitionCopy]] = {
             partition: [] for partition in partitions
         }
-        self.fenced: list[str] = []
+        self.fenced_nodes: list[str] = []
 
     def _reached_holders(self) -> list[str]:
         return [name for name in self._change.holders() if self._survey.reaches(name)]
@@ -106,7 +106,7 @@ class _Failover:
 
     def check_no_active(self) -> None:
         """Refuses while the active node is running."""
-        running: dict[str, list[int]] = {}
+        running_actives: dict[str, list[int]] = {}
         for partition, assignment in self._change.assignments.items():
             name = last_active_of(assignment)
             if not self._survey.reaches(name):
@@ -115,8 +115,8 @@ class _Failover:
             if state is PartitionState.ACTIVE or (
                 state is PartitionState.PENDING and name == assignment.handing_over
             ):
-                running.setdefault(name, []).append(partition)
-        for name, partitions in running.items():
+                running_actives.setdefault(name, []).append(partition)
+        for name, partitions in running_actives.items():
             raise NotDoneError(
                 f"{name} is running, and is active for {partitions_text(partitions)}: use `upr "
                 "takeover`, which loses nothing; or stop that server first"
@@ -137,31 +137,31 @@ class _Failover:
 
     def check_copies(self, nodes: Iterable[str]) -> None:
         """Refuses if none of `nodes` has a copy of some partition."""
-        available = set(nodes)
-        without = [
+        available_nodes = set(nodes)
+        lacking_partitions = [
             partition
             for partition, assignment in self._change.assignments.items()
-            if not available & set(assignment.holders())
+            if not available_nodes & set(assignment.holders())
         ]
-        if without:
+        if lacking_partitions:
             raise NotDoneError(
-                f"no node that answers has a copy of {partitions_text(without)}: bring back a node "
-                "that has one"
+                f"no node that answers has a copy of {partitions_text(lacking_partitions)}: bring "
+                "back a node that has one"
             )
 
     def _missing_replicas(self, nodes: Iterable[str]) -> tuple[list[int], list[str]]:
         """The partitions of which `nodes` has too few acknowledging replicas, and those that are
         missing."""
-        available = set(nodes)
+        available_nodes = set(nodes)
         lacking_partitions: list[int] = []
         missing_replicas: dict[str, None] = {}
         for partition, assignment in self._change.assignments.items():
             replicas = acknowledging_replicas(assignment)
-            count = sum(name in available for name in replicas)
+            count = sum(name in available_nodes for name in replicas)
             if count < fences_needed(assignment, self._acknowledged):
                 lacking_partitions.append(partition)
                 missing_replicas.update(
-                    dict.fromkeys(name for name in replicas if name not in available)
+                    dict.fromkeys(name for name in replicas if name not in available_nodes)
                 )
         return lacking_partitions, list(missing_replicas)
 
@@ -192,12 +192,13 @@ class _Failover:
                 refused_text = partitions_text(refused_partitions)
                 self._report(f"{name} is fenced, but does not serve its copies of {refused_text}")
                 continue
-            self.fenced.append(name)
+            self.fenced_nodes.append(name)
             for partition, assignment in change.assignments.items():
                 if name in assignment.holders() and partition < len(report.partitions):
                     self._copies[partition].append(report.copy_of(partition))
         self._report(
-            f"{', '.join(self.fenced) or 'no node'}: revision {revision}, fenced for {change.text}"
+            f"{', '.join(self.fenced_nodes) or 'no node'}: revision {revision}, fenced for "
+            f"{change.text}"
         )
 
     def _refused_copies(self, report: NodeReport) -> list[PartitionId]:
@@ -213,18 +214,18 @@ class _Failover:
 
     async def check_fenced(self) -> None:
         """Restores the old assignments and refuses, if too few replicas were fenced."""
-        lacking_partitions, missing_replicas = self._missing_replicas(self.fenced)
+        lacking_partitions, missing_replicas = self._missing_replicas(self.fenced_nodes)
         if lacking_partitions:
             await self._restore(self._too_few(lacking_partitions, missing_replicas))
 
-    async def _restore(self, why: str) -> None:
+    async def _restore(self, reason: str) -> None:
         """Gives the fenced nodes their old assignments, and raises `NotDoneError`."""
         old_map = self._change.next_map(self._change.assignments)
         failures = await self._change.publisher.publish_to(self._reached_holders(), old_map)
         for name, error in failures.items():
             self._report(f"{name} is still fenced: {error}")
         self._report(f"revision {old_map.revision}: every partition is assigned as before")
-        raise NotDoneError(why)
+        raise NotDoneError(reason)
 
     # The new active nodes.
 
@@ -238,7 +239,7 @@ class _Failover:
         problems: list[str] = []
         for partition in self._copies:
             candidates = self._candidates(partition, lose_acknowledged=lose_acknowledged)
-            if to and (to in candidates or (lose_acknowledged and to in self.fenced)):
+            if to and (to in candidates or (lose_acknowledged and to in self.fenced_nodes)):
                 actives[partition] = to
             elif candidates and not to:
                 # Spreads the partitions over the nodes that fit.
@@ -285,17 +286,20 @@ class _Failover:
             PartlyDoneError: Some of them do not take it.
         """
         change, publisher = self._change, self._change.publisher
-        promoted = {
-            partition: self._promoted(partition, actives[partition]) for partition in actives
+        promoted_assignments = {
+            partition: self._promoted_assignment(partition, actives[partition])
+            for partition in actives
         }
-        new_map = change.next_map(promoted)
+        new_map = change.next_map(promoted_assignments)
         # Only the new active nodes hear of it at first. If one of them refused a map that all
         # others had, these would follow a node that is not active.
         nodes = list(dict.fromkeys(actives.values()))
         failures = await publisher.publish_to(nodes, new_map)
         for name in nodes:
             if name not in failures:
-                text = partitions_text(n for n, node in actives.items() if node == name)
+                text = partitions_text(
+                    partition for partition, node in actives.items() if node == name
+                )
                 self._report(f"{name}: revision {new_map.revision}, active for {text}")
         if not failures:
             await publisher.announce([name for name in new_map.nodes if name not in nodes], new_map)
@@ -304,19 +308,22 @@ class _Failover:
             # Some nodes are active now, which stays. The partitions of the others stay fenced.
             partial_map = change.next_map(
                 {
-                    n: fenced_assignment(change.assignments[n]) if node in failures else promoted[n]
-                    for n, node in actives.items()
+                    partition: fenced_assignment(change.assignments[partition])
+                    if node in failures
+                    else promoted_assignments[partition]
+                    for partition, node in actives.items()
                 }
             )
             await publisher.announce(
                 [name for name in new_map.nodes if name not in failures], partial_map
             )
+        text = partitions_text(n for n, node in actives.items() if node in failures)
         raise PartlyDoneError(
             f"{'; '.join(map(str, failures.values()))}. Repeat the command: until then no node is "
-            f"active for {partitions_text(n for n, node in actives.items() if node in failures)}"
+            f"active for {text}"
         )
 
-    def _promoted(self, partition: PartitionId, node: str) -> Assignment:
+    def _promoted_assignment(self, partition: PartitionId, node: str) -> Assignment:
         point = next(copy.point for copy in self._copies[partition] if copy.node == node)
         return active_assignment(
             self._change.assignments[partition],

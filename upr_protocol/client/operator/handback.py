@@ -110,7 +110,7 @@ class Handback:
         Raises:
             PartlyDoneError: Several have, and their histories have diverged.
         """
-        ahead: dict[PartitionId, PartitionCopy] = {}
+        copies_of_partitions: dict[PartitionId, PartitionCopy] = {}
         for partition, copies in self._fenced_copies.items():
             final_point = self.final_points[partition]
             candidates = [copy for copy in copies if copy.continues_past(final_point)]
@@ -122,8 +122,10 @@ class Handback:
                     f"{', '.join(copy.node for copy in candidates)} have different changes of "
                     f"partition {partition}: choose one of them with `upr failover`"
                 )
-            ahead[partition] = next((copy for copy in best if copy.node == self._target), best[0])
-        return ahead
+            copies_of_partitions[partition] = next(
+                (copy for copy in best if copy.node == self._target), best[0]
+            )
+        return copies_of_partitions
 
     def continued_history(self, partition: PartitionId, point: HistoryPoint) -> HistoryPoint | None:
         """Where the next active continues the history; None if it must begin a new one, because
@@ -164,14 +166,16 @@ class Handback:
         self._report(reason)
         return self._require_target(await self._give_back(list(suspects)), reason)
 
-    def _require_target(self, restored: PartitionMap, reason: str) -> PartitionMap:
+    def _require_target(self, restored_map: PartitionMap, reason: str) -> PartitionMap:
         """`restored`, if the target is active for everything; otherwise raises `NotDoneError`."""
         partitions_of: dict[str, list[PartitionId]] = {}
         for partition in self._change.assignments:
-            partitions_of.setdefault(restored.partitions[partition].active, []).append(partition)
+            partitions_of.setdefault(restored_map.partitions[partition].active, []).append(
+                partition
+            )
         actives = list(partitions_of)
         if actives == [self._target]:
-            return restored
+            return restored_map
         outcome = " and ".join(
             f"{name} is active{' again' if name == self._source else ''} for "
             f"{partitions_text(partitions)}"
@@ -183,51 +187,58 @@ class Handback:
     async def _give_back(self, suspects: list[str]) -> PartitionMap:
         if not await self.fence(suspects):
             self._is_history_shared = True
-        ahead = self.copies_ahead()
+        copies_ahead = self.copies_ahead()
         try:
-            restored = await self._restore(ahead)
+            restored_map = await self._restore(copies_ahead)
         except UnreachableError as error:
             raise PartlyDoneError(
                 f"{error}. Possibly no node is active for {self._change.text}: repeat the command, "
                 f"with --to {self._source} to leave it where it was; or if it is gone, use `upr "
                 "failover`"
             ) from error
-        actives = self._actives_of(restored)
+        actives = self._actives_of(restored_map)
         await self._change.publisher.announce(
-            [name for name in restored.nodes if name not in actives], restored
+            [name for name in restored_map.nodes if name not in actives], restored_map
         )
-        return restored
+        return restored_map
 
-    async def _restore(self, ahead: Mapping[PartitionId, PartitionCopy]) -> PartitionMap:
+    async def _restore(self, copies_ahead: Mapping[PartitionId, PartitionCopy]) -> PartitionMap:
         """Gives the nodes that are to be active their map; with new histories if one of them
         refuses to continue its own."""
         try:
-            return await self._publish_restored(ahead)
+            return await self._publish_restored(copies_ahead)
         except MapRefusedError:
             if self._is_history_shared:
                 raise
         self._is_history_shared = True
-        return await self._publish_restored(ahead)
+        return await self._publish_restored(copies_ahead)
 
-    async def _publish_restored(self, ahead: Mapping[PartitionId, PartitionCopy]) -> PartitionMap:
-        restored = self._change.next_map(
-            {partition: self._restored(partition, ahead) for partition in self._change.assignments}
+    async def _publish_restored(
+        self, copies_ahead: Mapping[PartitionId, PartitionCopy]
+    ) -> PartitionMap:
+        restored_map = self._change.next_map(
+            {
+                partition: self._restored_assignment(partition, copies_ahead)
+                for partition in self._change.assignments
+            }
         )
-        for name in self._actives_of(restored):
-            await self._change.publisher.publish(name, restored)
-            continues = all(restored.partitions[n].continues_from for n in self._change.assignments)
+        for name in self._actives_of(restored_map):
+            await self._change.publisher.publish(name, restored_map)
+            continues = all(
+                restored_map.partitions[n].continues_from for n in self._change.assignments
+            )
             history = "its history" if continues else "a new history"
-            self._report(f"{name}: revision {restored.revision}, active again in {history}")
-        return restored
+            self._report(f"{name}: revision {restored_map.revision}, active again in {history}")
+        return restored_map
 
-    def _restored(
-        self, partition: PartitionId, ahead: Mapping[PartitionId, PartitionCopy]
+    def _restored_assignment(
+        self, partition: PartitionId, copies_ahead: Mapping[PartitionId, PartitionCopy]
     ) -> Assignment:
         node, point = self._source, self.final_points[partition]
-        if partition in ahead:
-            node, point = ahead[partition].node, ahead[partition].point
+        if partition in copies_ahead:
+            node, point = copies_ahead[partition].node, copies_ahead[partition].point
         continues_from = self.continued_history(partition, point)
-        promotion_point = point if continues_from is None or partition in ahead else None
+        promotion_point = point if continues_from is None or partition in copies_ahead else None
         return active_assignment(
             self._change.assignments[partition],
             node,
@@ -235,5 +246,7 @@ class Handback:
             promotion_point=promotion_point,
         )
 
-    def _actives_of(self, restored: PartitionMap) -> list[str]:
-        return list(dict.fromkeys(restored.partitions[n].active for n in self._change.assignments))
+    def _actives_of(self, restored_map: PartitionMap) -> list[str]:
+        return list(
+            dict.fromkeys(restored_map.partitions[n].active for n in self._change.assignments)
+        )

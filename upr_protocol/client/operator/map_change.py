@@ -31,12 +31,12 @@ class MapChange:
     def __init__(
         self, operator: Operator, survey: Survey, partitions: Iterable[PartitionId]
     ) -> None:
-        self._base = survey.require_map()
-        self._revision = first_revision(self._base.revision)
+        self._base_map = survey.require_map()
+        self._revision = first_revision(self._base_map.revision)
         self.operator = operator
         self.survey = survey
         self.assignments: dict[PartitionId, Assignment] = {
-            partition: self._base.partitions[partition] for partition in partitions
+            partition: self._base_map.partitions[partition] for partition in partitions
         }
         self.publisher = MapPublisher(operator, survey)
         self.text = partitions_text(self.assignments)
@@ -48,7 +48,7 @@ class MapChange:
 
     def next_map(self, assignments: Mapping[PartitionId, Assignment]) -> PartitionMap:
         """The map at first, with these assignments and the next revision."""
-        new_map = self._base.with_assignments(assignments, self._revision)
+        new_map = self._base_map.with_assignments(assignments, self._revision)
         self._revision += 1
         return new_map
 
@@ -79,13 +79,15 @@ class MapChange:
 
     def require_copies_on(self, node: str, advice: str) -> None:
         """Raises `NotDoneError` if `node` does not have a copy of each partition."""
-        without = [
+        lacking_partitions = [
             partition
             for partition, assignment in self.assignments.items()
             if node not in assignment.holders()
         ]
-        if without:
-            raise NotDoneError(f"{node} has no copy of {partitions_text(without)}: {advice}")
+        if lacking_partitions:
+            raise NotDoneError(
+                f"{node} has no copy of {partitions_text(lacking_partitions)}: {advice}"
+            )
 
 
 def require_partitions(survey: Survey, partitions: Iterable[int]) -> list[PartitionId]:

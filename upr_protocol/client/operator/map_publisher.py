@@ -21,7 +21,7 @@ from upr_protocol.partition_map import PartitionMap
 _RETRY_S: Final = 0.05
 """How soon a node that did not answer is asked again."""
 
-_RETRIED: Final = frozenset({Status.SHUTTING_DOWN, Status.REVISION_CONFLICT})
+_RETRYABLE: Final = frozenset({Status.SHUTTING_DOWN, Status.REVISION_CONFLICT})
 """Refusals that leave open whether the node has the map, or will take it later."""
 
 
@@ -71,7 +71,7 @@ class MapPublisher:
             try:
                 await client.set_map(self._revisions[node], partition_map)
             except UprError as error:
-                if isinstance(error, ServerError) and error.status not in _RETRIED:
+                if isinstance(error, ServerError) and error.status not in _RETRYABLE:
                     raise MapRefusedError(f"node {node} refuses: {error}") from error
                 failure = error
             else:

@@ -175,7 +175,7 @@ class PartitionCopy:
 def most_complete(copies: Sequence[PartitionCopy]) -> list[PartitionCopy]:
     """The copies that have everything that any of them has. Empty when the histories of two have
     diverged, or when there are no copies. O(copies² × log)."""
-    return [copy for copy in copies if all(copy.has_all_of(other) for other in copies)]
+    return [copy for copy in copies if all(copy.has_all_of(other_copy) for other_copy in copies)]
 
 
 # Texts.

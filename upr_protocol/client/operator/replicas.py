@@ -79,7 +79,7 @@ async def add_replicas(
     """
     _check_name(operator, node, address)
     survey = await operator.survey({node: address} if address else {})
-    base = _first_map(survey, address, own_address) if survey.is_alone else survey.map
+    base = _first_map(survey, address, own_address) if survey.is_single_node else survey.map
     _check_new_replica(survey, base, node, address, source)
     assignments = _with_replica(base, require_partitions(survey, partitions), node, source)
     if not assignments:
@@ -131,11 +131,11 @@ def _first_map(survey: Survey, address: str, own_address: str) -> PartitionMap:
     node_address = own_address or known_address
     if node_address.startswith(_LOOPBACK) and address and not address.startswith(_LOOPBACK):
         raise NotDoneError(
-            f"other nodes would look for {survey.entry} at {node_address}: say --address "
+            f"other nodes would look for {survey.first_node} at {node_address}: say --address "
             "HOST:PORT, as they reach it"
         )
     count = len(survey.map.partitions)
-    first_map = PartitionMap.of_one_node(survey.bucket, count, survey.entry, node_address)
+    first_map = PartitionMap.of_one_node(survey.bucket, count, survey.first_node, node_address)
     try:
         first_map.check()
     except PartitionMapError as error:
@@ -204,15 +204,15 @@ async def remove_replicas(
     base = survey.require_map()
     survey.require_node(node)
     partition_ids = require_partitions(survey, partitions)
-    led = [
+    led_partitions = [
         partition
         for partition in partition_ids
         if node == last_active_of(base.partitions[partition])
     ]
-    if led:
+    if led_partitions:
         raise NotDoneError(
-            f"{node} is active for {partitions_text(led)}: let another node take over first, with "
-            "`upr takeover`"
+            f"{node} is active for {partitions_text(led_partitions)}: let another node take over "
+            "first, with `upr takeover`"
         )
     assignments = _without_replica(base, partition_ids, node)
     nodes = base.nodes

@@ -69,19 +69,19 @@ class Survey:
 
     Attributes:
         bucket: The bucket.
-        entry: The name of the node that was asked first.
+        first_node: The name of the node that was asked first.
         map: The newest map. A bucket that one node holds alone has none; then it is a map of this
             node, with revision 0.
         nodes: Every node's report by its name, also of nodes that do not answer.
     """
 
     bucket: str
-    entry: str
+    first_node: str
     map: PartitionMap
     nodes: Mapping[str, NodeReport]
 
     @property
-    def is_alone(self) -> bool:
+    def is_single_node(self) -> bool:
         """Whether one node holds the bucket alone, without a map."""
         return not self.map.revision
 
@@ -95,9 +95,9 @@ class Survey:
         Raises:
             NotDoneError: One node holds the bucket alone.
         """
-        if self.is_alone:
+        if self.is_single_node:
             raise NotDoneError(
-                f"{self.entry} holds {self.bucket!r} alone: give it a replica first, with "
+                f"{self.first_node} holds {self.bucket!r} alone: give it a replica first, with "
                 "`upr replicas add`"
             )
         return self.map
@@ -111,8 +111,8 @@ class Survey:
     def require_answer(self, name: str) -> None:
         """Raises `NotDoneError` if a node does not answer."""
         if not self.reaches(name):
-            why = self.nodes[name].failure if name in self.nodes else "no map names it"
-            raise NotDoneError(f"node {name} is needed, but cannot be reached: {why}")
+            reason = self.nodes[name].failure if name in self.nodes else "no map names it"
+            raise NotDoneError(f"node {name} is needed, but cannot be reached: {reason}")
 
 
 def _ignore(_: str) -> None:
@@ -206,7 +206,7 @@ class Operator:
                 nursery.start_soon(ask, name, address)
         return {name: reports[name] for name in nodes}
 
-    async def entry_report(self) -> NodeReport:
+    async def first_report(self) -> NodeReport:
         """The report of the first node in `address` that has the bucket; if none has, of the first
         that answers. A node that lost its disk does not know of the bucket, though others do.
 
@@ -236,33 +236,33 @@ class Operator:
             BrokenError: No node at `address` answers.
             ServerError: No node has the bucket.
         """
-        entry = await self.entry_report()
+        entry = await self.first_report()
         reports = {entry.name: entry}
         reported_again: set[str] = set()
         of_node = self.address.of_node
-        addresses = {name: of_node(where) for name, where in (more_addresses or {}).items()}
+        addresses = {name: of_node(host_port) for name, host_port in (more_addresses or {}).items()}
         while True:
             partition_map = newest_map(
                 report.map for report in reports.values() if report.map is not None
             )
             if partition_map is not None:
-                for name, where in partition_map.nodes.items():
-                    addresses[name] = of_node(where)
-            unasked = {name: addresses[name] for name in addresses if name not in reports}
-            if not unasked and partition_map is not None:
+                for name, host_port in partition_map.nodes.items():
+                    addresses[name] = of_node(host_port)
+            addresses_to_ask = {name: addresses[name] for name in addresses if name not in reports}
+            if not addresses_to_ask and partition_map is not None:
                 # A command may have given them the newest map since they were asked. What they said
                 # of their partitions was true under the map before.
-                outdated = [
+                outdated_nodes = [
                     name
                     for name in partition_map.nodes
                     if 0 < reports[name].revision < partition_map.revision
                     and name not in reported_again
                 ]
-                unasked = {name: addresses[name] for name in outdated}
-                reported_again.update(outdated)
-            if not unasked:
+                addresses_to_ask = {name: addresses[name] for name in outdated_nodes}
+                reported_again.update(outdated_nodes)
+            if not addresses_to_ask:
                 break
-            reports.update(await self.node_reports(unasked))
+            reports.update(await self.node_reports(addresses_to_ask))
         bucket = self.address.bucket
         if not any(report.partitions for report in reports.values()):
             raise ServerError(Status.NO_BUCKET, f"there is no bucket {bucket!r}")
@@ -280,10 +280,10 @@ class Operator:
         None of these nodes takes another one's map."""
         of_newest = [report for report in reports if report.revision == newest.revision]
         names = [report.name for report in of_newest if report.map == newest]
-        others = [report.name for report in of_newest if report.map != newest]
-        if others:
+        other_names = [report.name for report in of_newest if report.map != newest]
+        if other_names:
             self.on_progress(
-                f"{', '.join(names)} and {', '.join(others)} have different maps of revision "
+                f"{', '.join(names)} and {', '.join(other_names)} have different maps of revision "
                 f"{newest.revision}, as two commands ran at the same time, or a node was restored "
                 f"from a backup. This command continues from the map of {names[0]}: name another "
                 "node first if its map counts"

@@ -174,9 +174,9 @@ class _Takeover:
             raise NotDoneError(f"no node is active for {self._change.text}: use `upr failover`")
         self._change.require_copies_on(target, "make it a replica first, with `upr replicas add`")
         if not survey.reaches(source):
-            why = survey.nodes[source].failure
+            reason = survey.nodes[source].failure
             raise NotDoneError(
-                f"{source} cannot be reached ({why}): if it is gone, use `upr failover`"
+                f"{source} cannot be reached ({reason}): if it is gone, use `upr failover`"
             )
         survey.require_answer(target)
         for partition, assignment in assignments.items():

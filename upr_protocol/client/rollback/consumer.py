@@ -54,7 +54,7 @@ class RollbackConsumer(RollbackIterator):
         self._received_keys = received_keys
         self._restarts = deque(restarts)
         """Partitions that the application must start again, whatever the server says."""
-        self._plan_in_hand: RollbackPlan | None = None
+        self._current_plan: RollbackPlan | None = None
         """The plan whose event the application is processing."""
 
     async def __anext__(self) -> Event | Undone:
@@ -67,16 +67,16 @@ class RollbackConsumer(RollbackIterator):
         if self._restarts:
             partition, zero = self._restarts.popleft(), SeqNo(0)
             event = Undone(partition, zero, zero, zero, ABOVE_POSITION, {})
-            self._plan_in_hand = RollbackPlan(event, versions=None)
+            self._current_plan = RollbackPlan(event, versions=None)
             return event
         return await self._next_processed()
 
     async def _acknowledge(self) -> None:
         """Records what the application has processed."""
-        if self._plan_in_hand is not None:
-            event, versions = self._plan_in_hand.event, self._plan_in_hand.versions
+        if self._current_plan is not None:
+            event, versions = self._current_plan.event, self._current_plan.versions
             await self._received_keys.confirm_rollback(event.partition, versions)
-            self._plan_in_hand = None
+            self._current_plan = None
         if self._received_keys.keys.is_overfull and self._current_event is None:
             # The next process must not begin below a key that is dropped now.
             await self._consumer.save()
@@ -111,7 +111,7 @@ class RollbackConsumer(RollbackIterator):
             # An application that is killed half-way has less than is recorded here. It must start
             # the partition again, whatever the server says then.
             await self._received_keys.raise_floor(plan.event.partition, SEQ_MAX)
-        self._plan_in_hand = plan
+        self._current_plan = plan
 
     async def barrier(self) -> BarrierReached:
         """Sends a barrier and waits until it comes back. See `Consumer.barrier`."""

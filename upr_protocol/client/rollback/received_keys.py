@@ -134,16 +134,16 @@ class ReceivedKeys:
         versions, order = self._versions.setdefault(partition, {}), self._order
         for key, seq, history_id in rows:
             version = versions.get(key)
-            place = partition, key
+            partition_key = partition, key
             if version is None:
                 self._nbytes += len(key) + RECEIVED_KEY_BYTES
             elif version.seq < seq:
                 history_id = history_id if version.history_id else HistoryId(0)
-                del order[place]
+                del order[partition_key]
             else:
                 continue
             versions[key] = ReceivedVersion(seq, history_id)
-            order[place] = None
+            order[partition_key] = None
 
     def replace(
         self, partition: PartitionId, reread_versions: Mapping[bytes, ReceivedVersion]

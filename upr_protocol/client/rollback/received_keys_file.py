@@ -132,15 +132,15 @@ class ReceivedKeysFile:
     def _write(self, *changes: tuple[Any, ...]) -> None:
         """Appends the buffer and `changes`."""
         with self._write_lock:
-            buffered = [self._buffer.popleft() for _ in range(len(self._buffer))]
-            records = [*buffered, *changes]
+            buffered_changes = [self._buffer.popleft() for _ in range(len(self._buffer))]
+            records = [*buffered_changes, *changes]
             if not records:
                 return
             fields = records[0] if len(records) == 1 else (_SEVERAL, records)
             try:
                 self._file.append(msgspec.msgpack.encode(fields))
             except BaseException:
-                self._buffer.extendleft(reversed(buffered))
+                self._buffer.extendleft(reversed(buffered_changes))
                 raise
 
     async def receive(
@@ -149,12 +149,12 @@ class ReceivedKeysFile:
         """Adds the keys that the application is about to be given. With a buffer it passes no
         checkpoint: each would give the interpreter to a thread that writes, and ask for it again.
         """
-        received = list(rows)
+        received_rows = list(rows)
         if self._is_buffered:
-            self._buffer.append(("received", partition, received))
-            self.keys.receive(partition, received)
+            self._buffer.append(("received", partition, received_rows))
+            self.keys.receive(partition, received_rows)
         else:
-            await self._append("received", partition, received)
+            await self._append("received", partition, received_rows)
 
     def flush(self) -> None:
         """Writes the keys in the buffer. May be called in any thread, and blocks it.

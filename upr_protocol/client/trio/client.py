@@ -26,7 +26,7 @@ from upr_protocol.client.core.calls import (
     SeqnoAtTime,
 )
 from upr_protocol.client.core.changes import Change
-from upr_protocol.client.core.key_lookup import LOOKUPS_AT_ONCE, Item, MultiGet, Text
+from upr_protocol.client.core.key_lookup import LOOKUPS_AT_ONCE, Item, KeyLookup, Text
 from upr_protocol.client.core.key_operations import ChangeOptions, KeyOperations
 from upr_protocol.client.core.results import WriteResult
 from upr_protocol.client.core.resume_state import ResumeState
@@ -101,7 +101,7 @@ class Client(KeyOperations[Coroutine[Any, Any, WriteResult]]):
             RefusedKeysError: The server cannot read some of them; the error has the others.
         """
         dispatcher = self._dispatcher
-        lookup = MultiGet.of_keys(keys, self.partition_count)
+        lookup = KeyLookup.of_keys(keys, self.partition_count)
         requests = lookup.requests()
         while batch := list(islice(requests, LOOKUPS_AT_ONCE)):
             answers = [await dispatcher.send(calls.get(request)) for request in batch]
@@ -121,7 +121,7 @@ class Client(KeyOperations[Coroutine[Any, Any, WriteResult]]):
             ServerError: `HISTORY_CHANGED`: the partition is in another history.
             RefusedKeysError: The server cannot read some of them; the error has the others.
         """
-        lookup = MultiGet({PartitionId(partition): list(enumerate(keys))}, HistoryId(history_id))
+        lookup = KeyLookup({PartitionId(partition): list(enumerate(keys))}, HistoryId(history_id))
         high = SeqNo(0)
         for request in lookup.requests():
             is_answered = False

@@ -17,7 +17,7 @@ from upr_protocol.client.core.results import status_of
 from upr_protocol.client.core.retry import RETRY_TIMEOUT_S_DEFAULT, RetryState
 from upr_protocol.client.core.unanswered_batches import OUTGOING_BYTES_MAX
 from upr_protocol.client.credentials import resolve_credentials
-from upr_protocol.client.options import ConnectionOptions, new_nonce
+from upr_protocol.client.options import DriverOptions, new_nonce
 from upr_protocol.concurrency import Notifier, background_nursery, without_traceback
 from upr_protocol.errors import (
     BrokenError,
@@ -72,7 +72,7 @@ class ConnectOptions(TypedDict, total=False):
 
 
 @attrs.frozen
-class TrioOptions(ConnectionOptions):
+class TrioOptions(DriverOptions):
     """How to connect with Trio, to one node or to the nodes of a bucket.
 
     Attributes:
@@ -97,19 +97,19 @@ class ConnectionHandler:
     """Handles what arrives on a connection. Only `wait_for_room` waits. Here nothing is done: a
     handler has the methods that concern it."""
 
-    def connected(self, connection: TrioConnection) -> None:
+    def connection_made(self, connection: TrioConnection) -> None:
         """The handshake is done; called before any message is handed on."""
 
-    def received(self, message: Message) -> None:
+    def message_received(self, message: Message) -> None:
         """A message has arrived."""
 
-    def writable(self) -> None:
+    def ready_to_write(self) -> None:
         """The writer has taken what was queued, and takes what is queued now next."""
 
     async def wait_for_room(self) -> None:
         """Called between reads: waits while too much is queued for the application."""
 
-    def lost(self, error: UprError) -> None:
+    def connection_lost(self, error: UprError) -> None:
         """The connection is over; called once."""
 
 
@@ -165,13 +165,13 @@ class TrioConnection:
             self._wake.notify()
 
     def request_write(self) -> None:
-        """Wakes the writer, which calls `ConnectionHandler.writable` once the tasks that run now
-        have had their turn."""
+        """Wakes the writer, which calls `ConnectionHandler.ready_to_write` once the tasks that run
+        now have had their turn."""
         self._wake.notify()
 
     @property
     def is_congested(self) -> bool:
-        """Whether so much is queued that senders should wait for `writable`."""
+        """Whether so much is queued that senders should wait for `ready_to_write`."""
         return self.session.outgoing_bytes >= OUTGOING_BYTES_MAX
 
     def request_close(self) -> None:
@@ -185,7 +185,7 @@ class TrioConnection:
             self.ended.set()
             self.ready.set()
             self._wake.notify()
-            self._handler.lost(error)
+            self._handler.connection_lost(error)
 
     async def run_reader(self) -> None:
         """Reads until the connection is over."""
@@ -218,11 +218,11 @@ class TrioConnection:
         if isinstance(message, Error):
             self.fail(ServerError(status_of(message.status), message.sentence))
         elif self.handshake.is_done:
-            self._handler.received(message)
+            self._handler.message_received(message)
         else:
             self.handshake.receive(message)
             if self.handshake.is_done:
-                self._handler.connected(self)
+                self._handler.connection_made(self)
                 self.ready.set()
 
     async def run_writer(self) -> None:
@@ -231,7 +231,7 @@ class TrioConnection:
         try:
             while (buffers := session.take_outgoing(trio.current_time())) or self.failure is None:
                 if self.failure is None:
-                    self._handler.writable()
+                    self._handler.ready_to_write()
                 if buffers:
                     if unsent := write_now(self._stream, buffers):
                         await write_rest(self._stream, unsent)
@@ -267,8 +267,8 @@ class TrioConnection:
                 # Perhaps this process was suspended: first read what has arrived meanwhile.
                 silent = True
             self._wake.notify()
-            assert self.handshake.server is not None
-            pause_s = self.handshake.server.idle_interval_s / 4
+            assert self.handshake.hello_reply is not None
+            pause_s = self.handshake.hello_reply.idle_interval_s / 4
             await trio.sleep_until(max(session.keep_alive.next_check(), now + pause_s))
 
     async def close_gracefully(self) -> None:

@@ -49,7 +49,7 @@ class NodeHandler(ConnectionHandler):
 
     retry: RetryState
 
-    def removed(self) -> None:
+    def node_removed(self) -> None:
         """The node is not needed any more."""
 
     async def drain(self) -> None:
@@ -71,7 +71,7 @@ class PoolOwner(Protocol[H]):
     def partitions(self) -> Iterable[PartitionId]:
         """The partitions that need a node."""
 
-    def opened(self, connection: TrioConnection) -> None:
+    def bucket_opened(self, connection: TrioConnection) -> None:
         """A connection has opened the bucket. From now on the owner knows its partitions.
 
         Raises:
@@ -118,25 +118,25 @@ class _Node(ConnectionHandler, Generic[H]):
             return not self.is_down
         return self.map_request.send(self.connection, self.pool.metadata, _BUSY_ANSWER_TIMEOUT_S)
 
-    def connected(self, connection: TrioConnection) -> None:
-        self.pool.connected(self, connection)
+    def connection_made(self, connection: TrioConnection) -> None:
+        self.pool.node_connected(self, connection)
 
-    def received(self, message: Message) -> None:
+    def message_received(self, message: Message) -> None:
         if isinstance(message, MapReply):
             self.map_request.is_open = False
             assert self.connection is not None, "it has sent a message"
             self.pool.learn_map(self.connection.address, message, self.map_request.revision)
         else:
-            self.handler.received(message)
+            self.handler.message_received(message)
 
-    def writable(self) -> None:
-        self.handler.writable()
+    def ready_to_write(self) -> None:
+        self.handler.ready_to_write()
 
     async def wait_for_room(self) -> None:
         await self.handler.wait_for_room()
 
-    def lost(self, error: UprError) -> None:
-        self.handler.lost(error)
+    def connection_lost(self, error: UprError) -> None:
+        self.handler.connection_lost(error)
 
 
 class ConnectionPool(Generic[H]):
@@ -205,13 +205,13 @@ class ConnectionPool(Generic[H]):
         """Forgets the nodes and the owner, so that none of them is in a reference cycle. Call it
         when `run` has ended and the owner is closed. From then on there are no handlers."""
         for node in self._nodes:
-            node.handler.removed()
+            node.handler.node_removed()
         self._nodes.clear()
         self._refresher.close()
         self._nursery = None
         del self._owner
 
-    def _end(self, error: UprError | None) -> None:
+    def _stop(self, error: UprError | None) -> None:
         if self._error is None:
             self._error = error
         assert self._nursery is not None
@@ -232,7 +232,7 @@ class ConnectionPool(Generic[H]):
                 await self._keep_connected(node)
             except UprError as error:
                 # The frames of its traceback refer to it.
-                self._end(error.with_traceback(None))
+                self._stop(error.with_traceback(None))
 
     async def _keep_connected(self, node: _Node[H]) -> None:
         attempts = 0
@@ -241,7 +241,7 @@ class ConnectionPool(Generic[H]):
             error = await self._connect_once(node, hosts[attempts % len(hosts)])
             was_up, node.connection, node.is_down = node.connection is not None, None, True
             if self._owner.is_finished:
-                self._end(None)
+                self._stop(None)
                 return
             # A connection that was lost is first made again to the same host.
             attempts += not was_up
@@ -277,13 +277,13 @@ class ConnectionPool(Generic[H]):
 
     # For the nodes.
 
-    def connected(self, node: _Node[H], connection: TrioConnection) -> None:
+    def node_connected(self, node: _Node[H], connection: TrioConnection) -> None:
         """A node has opened the bucket.
 
         Raises:
-            UprError: See `PoolOwner.opened`.
+            UprError: See `PoolOwner.bucket_opened`.
         """
-        self._owner.opened(connection)
+        self._owner.bucket_opened(connection)
         self._was_connected = True
         if node not in self._nodes:
             return  # it was removed this moment
@@ -297,7 +297,7 @@ class ConnectionPool(Generic[H]):
         if self.metadata.is_stale:
             node.ask_map()
         self._check_located()
-        node.handler.connected(connection)
+        node.handler.connection_made(connection)
 
     def learn_map(self, node: Address, reply: MapReply | None, asked_revision: int) -> None:
         """A node told its map, or has no such bucket. It was asked when `asked_revision` was the
@@ -339,8 +339,8 @@ class ConnectionPool(Generic[H]):
         self.request_map(map_revision)
 
     def _check_located(self) -> None:
-        reached = all(node.connection is not None or node.is_down for node in self._nodes)
-        if reached and not self.metadata.is_stale:
+        are_all_tried = all(node.connection is not None or node.is_down for node in self._nodes)
+        if are_all_tried and not self.metadata.is_stale:
             self.located.set()
 
     # Where partitions are.
@@ -373,7 +373,7 @@ class ConnectionPool(Generic[H]):
     def _remove_node(self, node: _Node[H]) -> None:
         assert self._nursery is not None
         self._nodes.remove(node)
-        node.handler.removed()
+        node.handler.node_removed()
         self._nursery.start_soon(self._close_node, node)
 
     @property
@@ -398,7 +398,7 @@ class ConnectionPool(Generic[H]):
                 self._route()
                 error = self.router.timeout_error(self._owner.is_waiting_for, now)
                 if error is not None:
-                    self._end(error)
+                    self._stop(error)
             if self._needs_map:
                 now = trio.current_time()
                 round_at = max(self._refresher.next_round_at, now)

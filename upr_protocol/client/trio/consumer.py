@@ -131,12 +131,12 @@ class Consumer:
         self._undo = undo
         self._rollback: Delivery | None = None
         """A rollback that has to be undone, or saved as pending, before anything else."""
-        self._rolled_back: Delivery | None = None
+        self._rollback_outcome: Delivery | None = None
         """What the application is given next: the rollback is undone."""
-        self._iterating = False
+        self._is_iterating = False
         self._barriers = BarrierWaiters(streams)
         self._saves = 0
-        self._yields_at = 0.0
+        self._next_yield_at = 0.0
 
     @property
     def partition_count(self) -> int:
@@ -156,21 +156,21 @@ class Consumer:
             ServerError: The server refused, and went on refusing.
             BrokenError: The server could not be reached for too long.
         """
-        if self._iterating:
+        if self._is_iterating:
             raise RuntimeError("another task asks this consumer for events already")
-        self._iterating = True
+        self._is_iterating = True
         try:
             self._tracker.finish_current()
             now = trio.current_time()
-            if now >= self._yields_at or now >= self._save_due_at():
-                await self._give_way(now)
+            if now >= self._next_yield_at or now >= self._save_due_at():
+                await self._yield_to_other_tasks(now)
             while (event := self._hand_out_next()) is None:
                 await self._wait()
             return event
         except EndOfStreamsError:
             pass
         finally:
-            self._iterating = False
+            self._is_iterating = False
         await self.save()
         raise StopAsyncIteration
 
@@ -182,7 +182,7 @@ class Consumer:
         """
         if self._rollback is not None:
             return None
-        delivery, self._rolled_back = self._rolled_back, None
+        delivery, self._rollback_outcome = self._rollback_outcome, None
         if delivery is None:
             delivery = self._streams.queue.take()
             if delivery is None:
@@ -210,7 +210,7 @@ class Consumer:
         elif not len(self._streams.queue):
             with trio.move_on_at(self._save_due_at()):
                 await self._streams.queue.wait()
-            self._yields_at = trio.current_time() + _YIELD_INTERVAL_S
+            self._next_yield_at = trio.current_time() + _YIELD_INTERVAL_S
 
     async def _roll_back(self, delivery: Delivery) -> None:
         """Has a rollback undone, before the application is given `RolledBack`, and before anything
@@ -222,8 +222,8 @@ class Consumer:
         if isinstance(event, RollbackRequest):
             assert self._undo is not None
             to = await self._undo(event.partition, event.ceiling, event.reason)
-            delivery = self._streams.rolled_back(event.partition, to)
-        self._rollback, self._rolled_back = None, delivery
+            delivery = self._streams.note_rolled_back(event.partition, to)
+        self._rollback, self._rollback_outcome = None, delivery
 
     # Barriers.
 
@@ -297,12 +297,12 @@ class Consumer:
     def _save_due_at(self) -> float:
         return float("inf") if self._store is None else self._tracker.schedule.due_at
 
-    async def _give_way(self, now: float) -> None:
+    async def _yield_to_other_tasks(self, now: float) -> None:
         """Saves, if that is due, and gives other tasks their turn."""
         if self._save_due_at() <= now:
             await self.save()
         await trio.lowlevel.checkpoint()
-        self._yields_at = trio.current_time() + _YIELD_INTERVAL_S
+        self._next_yield_at = trio.current_time() + _YIELD_INTERVAL_S
 
     # The life of a consumer; `open_consumer` leads it.
 
@@ -330,7 +330,9 @@ class Consumer:
         """The figures of the consumer."""
         streams, counts = self._streams, self._tracker.counts
         router = streams.connections.router
-        unplaced, unplaced_reason = router.unplaced_since(trio.current_time() - UNPLACED_S)
+        unplaced_partitions, unplaced_reason = router.unplaced_since(
+            trio.current_time() - UNPLACED_S
+        )
         return ConsumerStatistics(
             streams.state.connection_count,
             streams.is_connected,
@@ -342,7 +344,7 @@ class Consumer:
             self._saves,
             len(streams.queue),
             streams.connections.last_failure,
-            unplaced,
+            unplaced_partitions,
             unplaced_reason,
         )
 

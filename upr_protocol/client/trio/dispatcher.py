@@ -13,7 +13,7 @@ from upr_protocol.client.core.calls import (
     Call,
     HeldLease,
     LeaseRequest,
-    PartitionCalls,
+    PartitionCallFactory,
     PartitionRow,
 )
 from upr_protocol.client.core.changes import Change
@@ -49,16 +49,16 @@ class NodeChannel(RequestChannel, NodeHandler):
         self.retry = RetryState(float("inf"), dispatcher.draw)
         self._dispatcher = dispatcher
 
-    def connected(self, connection: TrioConnection) -> None:
+    def connection_made(self, connection: TrioConnection) -> None:
         super().connected(connection)
         self._dispatcher.notify_changed()
 
-    def lost(self, error: UprError) -> None:
+    def connection_lost(self, error: UprError) -> None:
         super().lost(error)
-        self._dispatcher.lost(error)
+        self._dispatcher.node_lost(error)
 
-    def removed(self) -> None:
-        self._dispatcher.requests_before += self.requests
+    def node_removed(self) -> None:
+        self._dispatcher.requests_of_removed_nodes += self.requests
 
 
 class RequestDispatcher:
@@ -82,7 +82,8 @@ class RequestDispatcher:
         has_opened: Set once the first connection is made, or could not be made.
         error: Why no request can be made any more; None while it can.
         partition_count: The bucket's; 0 when no bucket was opened.
-        requests_before: How many requests were sent to nodes that are not needed any more.
+        requests_of_removed_nodes: How many requests were sent to nodes that are not needed any
+            more.
     """
 
     def __init__(self, address: Address, options: TrioOptions, credit_timeout_s: float) -> None:
@@ -94,7 +95,7 @@ class RequestDispatcher:
         self._credit_timeout_s = credit_timeout_s
         self._retry_timeout_s = options.retry_timeout_s
         self._channel_of: dict[PartitionId, NodeChannel | None] = {}
-        self.requests_before = 0
+        self.requests_of_removed_nodes = 0
         self._is_lost = False
         self._changed = Notifier()
         self.connections = ConnectionPool(address, options, self)
@@ -126,7 +127,7 @@ class RequestDispatcher:
     def partitions(self) -> Iterable[PartitionId]:
         return map(PartitionId, range(self.partition_count))
 
-    def opened(self, connection: TrioConnection) -> None:
+    def bucket_opened(self, connection: TrioConnection) -> None:
         self.partition_count = connection.handshake.partition_count
         self.has_opened.set()
 
@@ -148,7 +149,7 @@ class RequestDispatcher:
         """Wakes the tasks that wait for a channel."""
         self._changed.notify()
 
-    def lost(self, error: UprError) -> None:
+    def node_lost(self, error: UprError) -> None:
         """The connection to a node is lost."""
         if self.has_opened.is_set():
             self._is_lost = True
@@ -267,7 +268,7 @@ class RequestDispatcher:
     # Requests about several partitions.
 
     async def ask_about(
-        self, partitions: tuple[PartitionId, ...], call_for: PartitionCalls[PartitionRow]
+        self, partitions: tuple[PartitionId, ...], call_for: PartitionCallFactory[PartitionRow]
     ) -> list[PartitionRow]:
         """Asks about partitions, each at the node that is active for it; about all when none are
         named. A single node says itself which partitions it has."""
@@ -322,12 +323,14 @@ class RequestDispatcher:
         Raises:
             ServerError, BrokenError: There was no channel by the deadline.
         """
-        ordered = sorted(partitions)
+        sorted_partitions = sorted(partitions)
         first_partition = next(
-            (partition for partition in ordered if partition in self._channel_of), None
+            (partition for partition in sorted_partitions if partition in self._channel_of), None
         )
         channel = await self._await_channel(first_partition, deadline)
-        return channel, [p for p in ordered if self._channel_of.get(p, channel) is channel]
+        return channel, [
+            p for p in sorted_partitions if self._channel_of.get(p, channel) is channel
+        ]
 
     async def acquire_lease(self, request: LeaseRequest) -> HeldLease:
         """Acquires a lease, with the same ID at each node that has some of its ranges.
@@ -370,10 +373,10 @@ class RequestDispatcher:
         deadline = trio.current_time() + self._retry_timeout_s
         leases: dict[NodeChannel, HeldLease] = {}
         refusals: list[ServerError] = []
-        broken: BrokenError | None = None
+        broken_error: BrokenError | None = None
         asked_channels: set[NodeChannel | None] = set()
         while partitions_left := [
-            p for p in self._held_partitions() if self._channel_of.get(p) not in asked_channels
+            p for p in self._assigned_partitions() if self._channel_of.get(p) not in asked_channels
         ]:
             channels = (self._channel_of.get(partition) for partition in partitions_left)
             channel = next((c for c in channels if c is not None and c.is_connected), None)
@@ -385,16 +388,16 @@ class RequestDispatcher:
             except ServerError as error:
                 refusals.append(error)
             except BrokenError as error:
-                broken = error
-        if broken is not None:
-            raise broken
+                broken_error = error
+        if broken_error is not None:
+            raise broken_error
         if not leases:
             raise refusals[0] if refusals else BrokenError("no node has any partition")
         for channel, lease in leases.items():
             calls.check_active(lease, [p for p, c in self._channel_of.items() if c is channel])
         return calls.merge_leases(list(leases.values()))
 
-    def _held_partitions(self) -> list[PartitionId]:
+    def _assigned_partitions(self) -> list[PartitionId]:
         """The partitions that the map names a node for; all of them while there is no map."""
         metadata = self.connections.metadata
         return [
@@ -419,13 +422,17 @@ class RequestDispatcher:
     @property
     def requests(self) -> int:
         """How many requests were sent."""
-        return self.requests_before + sum(c.requests for c in self.connections.handlers)
+        return self.requests_of_removed_nodes + sum(c.requests for c in self.connections.handlers)
 
     @property
     def credit_left(self) -> int:
         """How many bytes of changes the nodes would take."""
-        up = (channel for channel in self.connections.handlers if channel.is_connected)
-        return sum(channel.connection.session.credit.remaining_bytes for channel in up)
+        connected_channels = (
+            channel for channel in self.connections.handlers if channel.is_connected
+        )
+        return sum(
+            channel.connection.session.credit.remaining_bytes for channel in connected_channels
+        )
 
     def __len__(self) -> int:
         """How many requests have no answer yet."""

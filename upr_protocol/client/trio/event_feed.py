@@ -69,7 +69,7 @@ class EventFeed:
         new_request: Callable[[int], calls.Call[EventsReply]],
         event_filter: EventFilter,
     ) -> None:
-        self._addresses = deque(attrs.evolve(place, bucket="") for place in address.each_node())
+        self._addresses = deque(attrs.evolve(host, bucket="") for host in address.each_node())
         self._options = options
         self._retry = retry
         self._new_request = new_request
@@ -85,7 +85,7 @@ class EventFeed:
         self._events: deque[BucketEvent | LookAtEverything] = deque()
         self._error: UprError | None = None
         self._is_connected = False
-        self._has_news = Notifier()
+        self._has_events = Notifier()
         """Notified when there are events, or never will be again."""
         self._is_drained = Notifier()
         """Notified when the application asks for an event and there is none."""
@@ -117,7 +117,7 @@ class EventFeed:
             if self._error is not None:
                 raise self._error
             self._is_drained.notify()
-            await self._has_news.wait()
+            await self._has_events.wait()
         return self._events.popleft()
 
     async def run(self) -> None:
@@ -159,30 +159,30 @@ class EventFeed:
         """Asks a node for events, for as long as the connection lasts."""
         channel = RequestChannel(address, 0.0)
         async with open_connection(address, self._options, channel):
-            learned_at = -math.inf
+            maps_read_at = -math.inf
             node = ""
             while True:
                 now = trio.current_time()
-                if now >= learned_at + MAP_INTERVAL_S:
-                    known_as = node
+                if now >= maps_read_at + MAP_INTERVAL_S:
+                    name_before = node
                     node, addresses = await self._ask_for_nodes(channel)
                     self._named_nodes[node] = addresses
                     if is_first:
                         self._first_node = node
-                    if not known_as:  # it had none of the buckets, and said no name
-                        batch = self._acknowledged_batches.pop(known_as, 0)
+                    if not name_before:  # it had none of the buckets, and said no name
+                        batch = self._acknowledged_batches.pop(name_before, 0)
                         self._acknowledged_batches.setdefault(node, batch)
                     self._follow_named_nodes()
-                    learned_at = now
-                acknowledged = self._acknowledged_batches.get(node, 0)
-                reply = await channel.ask(self._new_request(acknowledged))
+                    maps_read_at = now
+                acknowledged_batch = self._acknowledged_batches.get(node, 0)
+                reply = await channel.ask(self._new_request(acknowledged_batch))
                 self._is_connected |= is_first
                 retry.note_progress()
                 if reply.batch:
                     await self._hand_out(reply)
                     self._acknowledged_batches[node] = reply.batch
                     if any(event.fate is not BucketFate.NONE for event in reply.events):
-                        learned_at = -math.inf
+                        maps_read_at = -math.inf
 
     async def _ask_for_nodes(self, channel: RequestChannel) -> tuple[str, dict[str, Address]]:
         """The node's own name, and the nodes that its maps of the buckets name."""
@@ -196,7 +196,7 @@ class EventFeed:
                     if status.map is not None:
                         addresses |= status.map.nodes
         of_node = channel.connection.address.of_node
-        return node, {name: of_node(place) for name, place in addresses.items()}
+        return node, {name: of_node(host_port) for name, host_port in addresses.items()}
 
     def _follow_named_nodes(self) -> None:
         """Follows the nodes that maps name now, and no others."""
@@ -222,17 +222,17 @@ class EventFeed:
 
     def _put(self, *events: BucketEvent | LookAtEverything) -> None:
         self._events += events
-        self._has_news.notify()
+        self._has_events.notify()
 
     async def _hand_out(self, reply: EventsReply) -> None:
         """Gives a batch to the application, and waits until the application has processed it."""
-        drained = self._is_drained.next_event()
+        is_drained = self._is_drained.next_event()
         self._put(*([LookAtEverything()] if reply.everything else []), *reply.events)
-        await drained.wait()
+        await is_drained.wait()
 
     def _end(self, error: UprError) -> None:
         self._error = self._error or error
-        self._has_news.notify()
+        self._has_events.notify()
 
 
 @asynccontextmanager

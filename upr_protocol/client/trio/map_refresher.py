@@ -127,11 +127,11 @@ class MapConnection(ConnectionHandler):
             return trio.current_time() < self._request.asked_at + MAP_ANSWER_TIMEOUT_S
         return self._request.send(self._connection, self._metadata, MAP_ANSWER_TIMEOUT_S)
 
-    def connected(self, connection: TrioConnection) -> None:
+    def connection_made(self, connection: TrioConnection) -> None:
         self._connection = connection
         self.ask()
 
-    def received(self, message: Message) -> None:
+    def message_received(self, message: Message) -> None:
         # A refusal is an answer, too.
         self._request.is_open = False
         if isinstance(message, MapReply):
@@ -139,7 +139,7 @@ class MapConnection(ConnectionHandler):
         elif isinstance(message, Refusal) and message.status == Status.NO_BUCKET:
             self._on_map(self._address, None, self._request.revision)
 
-    def lost(self, error: UprError) -> None:  # noqa: ARG002  the next round connects anew
+    def connection_lost(self, error: UprError) -> None:  # noqa: ARG002  the next round connects anew
         self._is_over = True
 
 
@@ -185,7 +185,7 @@ class MapRefresher:
 
     def ask_others(
         self,
-        excluded: Container[Address],
+        asked_nodes: Container[Address],
         on_map: MapReceiver,
         nursery: trio.Nursery,
     ) -> None:
@@ -193,7 +193,7 @@ class MapRefresher:
         with each answer."""
         for address in self._metadata.known_nodes():
             connection = self._connections.get(address)
-            if address in excluded or (connection is not None and connection.ask()):
+            if address in asked_nodes or (connection is not None and connection.ask()):
                 continue
             if connection is not None:
                 connection.scope.cancel()

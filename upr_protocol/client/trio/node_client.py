@@ -82,7 +82,7 @@ class NodeClient:
         channel = RequestChannel(address, self.timeout_s)
         try:
             async with open_connection(address, self._options, channel) as connection:
-                server = connection.handshake.server
+                server = connection.handshake.hello_reply
                 return server is not None and bool(server.mechanisms)
         except ServerError as error:
             if error.status not in (Status.LOG_IN_NEEDED, Status.LOG_IN_FAILED):
@@ -156,10 +156,10 @@ class NodeClient:
             if source == own_address:
                 continue
             try:
-                joined = await self._join(partition_map.bucket, source)
+                joined_map = await self._join(partition_map.bucket, source)
             except ServerError:
                 continue
-            if joined is not None and joined.revision >= partition_map.revision:
+            if joined_map is not None and joined_map.revision >= partition_map.revision:
                 return
         raise ServerError(
             Status.NO_BUCKET,

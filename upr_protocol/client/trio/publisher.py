@@ -44,8 +44,8 @@ class PublishError(UprError):
         failures: The first `FAILURES_MAX` of them.
     """
 
-    def __init__(self, failures: list[Failure], count: int) -> None:
-        super().__init__(f"{count} operations failed; the first: {failures[0]}")
+    def __init__(self, failures: list[Failure], failure_count: int) -> None:
+        super().__init__(f"{failure_count} operations failed; the first: {failures[0]}")
         self.failures = failures
 
 
@@ -110,7 +110,7 @@ class Publisher:
         self.address = address
         self.failures: list[Failure] = []
         self._nodes = nodes
-        self._unanswered = nodes.unanswered
+        self._unanswered = nodes.unanswered_batches
         self._limits = limits
         self._credit_timeout_s = credit_timeout_s
         self._on_failure = on_failure
@@ -389,7 +389,7 @@ class Publisher:
             self._batches,
             self._mutations,
             self._failed,
-            self._unanswered.resent,
+            self._unanswered.resent_count,
             self._unanswered.count,
             self._unanswered.nbytes,
             self._nodes.connection_count,
@@ -458,14 +458,14 @@ async def publisher(
     )
     if writer is None:
         writer = WriterIdentity(os.urandom(WRITER_ID_BYTES))
-    unanswered = UnansweredBatches(writer, publish_options, connection.draw)
-    nodes = PublisherNodes(address.with_bucket(), connection, unanswered)
+    unanswered_batches = UnansweredBatches(writer, publish_options, connection.draw)
+    nodes = PublisherNodes(address.with_bucket(), connection, unanswered_batches)
     batch_limits = BatchLimits(batch_mutations, batch_bytes, linger_s)
-    sink = Publisher(address, nodes, batch_limits, credit_timeout_s, on_failure)
+    new_publisher = Publisher(address, nodes, batch_limits, credit_timeout_s, on_failure)
     try:
         async with background_nursery() as nursery:
-            await sink._start(nursery)  # noqa: SLF001
-            yield sink
-            await sink._finish()  # noqa: SLF001
+            await new_publisher._start(nursery)  # noqa: SLF001
+            yield new_publisher
+            await new_publisher._finish()  # noqa: SLF001
     finally:
         nodes.close()

@@ -32,15 +32,15 @@ class NodePublisher(NodeHandler):
 
     def __init__(self, nodes: PublisherNodes, retry: RetryState) -> None:
         self.retry = retry
-        self.batches = nodes.unanswered.new_node()
+        self.batches = nodes.unanswered_batches.new_node()
         self._nodes = nodes
         self._connection: TrioConnection | None = None
 
-    def connected(self, connection: TrioConnection) -> None:
+    def connection_made(self, connection: TrioConnection) -> None:
         self._connection = connection
         self.send()
 
-    def received(self, message: Message) -> None:
+    def message_received(self, message: Message) -> None:
         nodes = self._nodes
         if isinstance(message, MutateReply | Refusal) and is_wrong_node(message):
             nodes.connections.request_map(message.map_revision)
@@ -50,17 +50,17 @@ class NodePublisher(NodeHandler):
         self.send()
         nodes.notify_changed()
 
-    def writable(self) -> None:
+    def ready_to_write(self) -> None:
         if self.batches.is_blocked:
             self.send()
 
-    def lost(self, error: UprError) -> None:  # noqa: ARG002  ConnectionPool keeps it
+    def connection_lost(self, error: UprError) -> None:  # noqa: ARG002  ConnectionPool keeps it
         self._connection = None
-        self.batches.disconnected()
+        self.batches.connection_lost()
         self.send()
         self._nodes.notify_changed()
 
-    def removed(self) -> None:
+    def node_removed(self) -> None:
         """Other nodes are sent the unanswered batches, with the same tokens."""
         self._nodes.unanswered.unplace_all(self.batches)
         self._nodes.notify_changed()
@@ -85,10 +85,10 @@ class PublisherNodes:
     Args:
         address: Where to begin; it names the bucket.
         options: How to reach the nodes.
-        unanswered: The batches.
+        unanswered_batches: The batches.
 
     Attributes:
-        unanswered: See above.
+        unanswered_batches: See above.
         connections: The connections to all nodes.
         on_done: Called with batches that are answered, or refused for good; set by the publisher.
         is_finished: Whether it sends nothing more.
@@ -101,9 +101,9 @@ class PublisherNodes:
     on_done: Callable[[Sequence[Batch]], None]
 
     def __init__(
-        self, address: Address, options: TrioOptions, unanswered: UnansweredBatches
+        self, address: Address, options: TrioOptions, unanswered_batches: UnansweredBatches
     ) -> None:
-        self.unanswered = unanswered
+        self.unanswered_batches = unanswered_batches
         self.is_finished = False
         self.error: UprError | None = None
         self.connection_count = 0
@@ -119,7 +119,7 @@ class PublisherNodes:
     def partitions(self) -> Iterable[PartitionId]:
         return map(PartitionId, range(self.partition_count))
 
-    def opened(self, connection: TrioConnection) -> None:
+    def bucket_opened(self, connection: TrioConnection) -> None:
         count = connection.handshake.partition_count
         if self.partition_count not in (0, count):
             error = BrokenError(
@@ -133,14 +133,14 @@ class PublisherNodes:
         self.notify_changed()
 
     def is_waiting_for(self, partition: PartitionId) -> bool:
-        return self.unanswered.is_unplaced(partition)
+        return self.unanswered_batches.is_unplaced(partition)
 
     def new_handler(self) -> NodePublisher:
         return NodePublisher(self, self._new_retry_state())
 
     def place(self, partition: PartitionId, handler: NodePublisher | None) -> None:
-        node = self.unanswered.unplaced if handler is None else handler.batches
-        if self.unanswered.place(partition, node):
+        node = self.unanswered_batches.unplaced_batches if handler is None else handler.batches
+        if self.unanswered_batches.place(partition, node):
             if handler is not None:
                 handler.send()
             self.notify_changed()

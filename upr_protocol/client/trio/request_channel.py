@@ -12,7 +12,7 @@ import trio
 
 from upr_protocol.address import Address
 from upr_protocol.client.core.calls import Call, check_reply, over_quota_error
-from upr_protocol.client.core.changes import Change, ChangeBundle, count_fitting
+from upr_protocol.client.core.changes import Change, ChangeBundle, count_for_one_bundle
 from upr_protocol.client.core.results import WriteResult
 from upr_protocol.client.trio.connection import ConnectionHandler, TrioConnection
 from upr_protocol.concurrency import Notifier
@@ -141,7 +141,7 @@ class RequestChannel(ConnectionHandler):
         self._unsent: dict[tuple[Durability, int], dict[PendingChange, None]] = {}
         """The changes to send, in their order, by their level: a bundle has one. The level whose
         turn is next comes first."""
-        self._sending = 0
+        self._waiting_senders = 0
         self._changed = Notifier()
 
     def __len__(self) -> int:
@@ -161,10 +161,10 @@ class RequestChannel(ConnectionHandler):
 
     # For the connection.
 
-    def connected(self, connection: TrioConnection) -> None:
+    def connection_made(self, connection: TrioConnection) -> None:
         self._connection = connection
 
-    def received(self, message: Message) -> None:
+    def message_received(self, message: Message) -> None:
         resolve = self._resolvers.pop(message.opaque, None)
         if resolve is not None:
             resolve(message)
@@ -172,7 +172,7 @@ class RequestChannel(ConnectionHandler):
         if self._unsent:
             self.connection.request_write()
 
-    def writable(self) -> None:
+    def ready_to_write(self) -> None:
         """Sends the changes that have gathered while the writer was busy."""
         self._changed.notify()
         while self._unsent and self.connection.session.credit.is_open and self._has_room:
@@ -192,7 +192,7 @@ class RequestChannel(ConnectionHandler):
 
     def _send_changes(self) -> None:
         level, unsent = next(iter(self._unsent.items()))
-        count = count_fitting(change.change for change in unsent)
+        count = count_for_one_bundle(change.change for change in unsent)
         pending_changes = list(islice(unsent, count))
         for change in pending_changes:
             del unsent[change]
@@ -214,7 +214,7 @@ class RequestChannel(ConnectionHandler):
         self._resolvers[opaque] = resolve
         self.requests += 1
 
-    def lost(self, error: UprError) -> None:
+    def connection_lost(self, error: UprError) -> None:
         resolvers, self._resolvers = self._resolvers, {}
         unsent, self._unsent = self._unsent, {}
         for resolve in resolvers.values():
@@ -237,7 +237,7 @@ class RequestChannel(ConnectionHandler):
         if connection.failure is not None:
             raise connection.failure
         pending_change = PendingChange(change)
-        self._unsent.setdefault(change.level, {})[pending_change] = None
+        self._unsent.setdefault(change.durability_level, {})[pending_change] = None
         connection.request_write()
         try:
             # A timeout costs as much as all else that is done here, and mostly there is credit.
@@ -254,7 +254,7 @@ class RequestChannel(ConnectionHandler):
 
     def _discard(self, pending_change: PendingChange) -> None:
         """Makes sure that a change is not sent any more."""
-        level = pending_change.change.level
+        level = pending_change.change.durability_level
         unsent = self._unsent.get(level, {})
         if pending_change in unsent:
             del unsent[pending_change]
@@ -266,13 +266,13 @@ class RequestChannel(ConnectionHandler):
         """Sends a request that is no change. Waits for room; cancelled meanwhile, nothing was
         sent."""
         connection = self.connection
-        self._sending += 1
+        self._waiting_senders += 1
         try:
             await self._changed.wait_until(lambda: connection.failure is not None or self._has_room)
             opaque = connection.session.new_opaque()
             connection.send(call.request(opaque=opaque))
         finally:
-            self._sending -= 1
+            self._waiting_senders -= 1
             self._changed.notify()
         # `PendingReply[T]()` would take 2 µs more.
         reply: PendingReply[T] = PendingReply()
@@ -285,7 +285,7 @@ class RequestChannel(ConnectionHandler):
         still wait for room or credit count, too: their requests will be refused here, and are then
         sent to the next node."""
         await self._changed.wait_until(
-            lambda: not self._sending and not self._unsent and not self._resolvers
+            lambda: not self._waiting_senders and not self._unsent and not self._resolvers
         )
 
     @property

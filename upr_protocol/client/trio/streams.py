@@ -160,15 +160,15 @@ class NodeStreams(NodeHandler):
 
     # What the connection calls; `ConnectionHandler` documents it.
 
-    def writable(self) -> None:
+    def ready_to_write(self) -> None:
         self.follower.send_reports()
 
-    def connected(self, connection: TrioConnection) -> None:
-        self.follower.connected(connection.session, connection.handshake)
+    def connection_made(self, connection: TrioConnection) -> None:
+        self.follower.connection_made(connection.session, connection.handshake)
         self._connection = connection
         self.act_on_follower()
 
-    def received(self, message: Message) -> None:
+    def message_received(self, message: Message) -> None:
         if self._connection is None:
             return
         for delivery in self.follower.receive(message):
@@ -185,9 +185,9 @@ class NodeStreams(NodeHandler):
         if self._queue.is_full:
             await self._queue.wait_for_room()
 
-    def lost(self, error: UprError) -> None:  # noqa: ARG002  ConnectionPool reconnects
+    def connection_lost(self, error: UprError) -> None:  # noqa: ARG002  ConnectionPool reconnects
         self._connection = None
-        self.follower.disconnected()
+        self.follower.connection_lost()
 
 
 class ConsumerStreams:
@@ -253,15 +253,15 @@ class ConsumerStreams:
 
     @property
     def partitions(self) -> Iterable[PartitionId]:
-        return sorted(self.state.remaining)
+        return sorted(self.state.remaining_partitions)
 
-    def opened(self, connection: TrioConnection) -> None:
+    def bucket_opened(self, connection: TrioConnection) -> None:
         for delivery in self.state.learn_partitions(connection.handshake):
             self.queue.put(delivery)
         self._has_opened.set()
 
     def is_waiting_for(self, partition: PartitionId) -> bool:
-        return partition in self.state.remaining
+        return partition in self.state.remaining_partitions
 
     def new_handler(self) -> NodeStreams:
         follower = StreamFollower(self.state)
@@ -290,7 +290,7 @@ class ConsumerStreams:
                 if node.follower.acknowledge(delivery):
                     node.flush()
 
-    def rolled_back(self, partition: PartitionId, to: SeqNo) -> Delivery:
+    def note_rolled_back(self, partition: PartitionId, to: SeqNo) -> Delivery:
         """The application has rolled back to `to`.
 
         Returns:
@@ -300,7 +300,7 @@ class ConsumerStreams:
             ValueError: `to` is above the ceiling.
         """
         node = self._node_of(partition)
-        delivery = node.follower.rolled_back(partition, to)
+        delivery = node.follower.note_rolled_back(partition, to)
         node.act_on_follower()
         return delivery
 
