@@ -223,7 +223,7 @@ async def try_request(
                     if connection.session.client_identity == identity:
                         credit += connection.session.credit.remaining_bytes
             statistics = client.statistics()
-            assert (statistics.open, statistics.credit_left) == (0, credit)
+            assert (statistics.open_requests, statistics.credit_left) == (0, credit)
 
         async def delete() -> None:
             for server in servers:
@@ -309,11 +309,11 @@ async def try_publishing(
             for server in servers:
                 check(server)
             statistics = sink.statistics()
-            assert (statistics.unanswered, statistics.unanswered_bytes) == (0, 0)
+            assert (statistics.unanswered_batches, statistics.unanswered_bytes) == (0, 0)
 
         steps = await cancelled_at_each_step(work, look, then=work)
         statistics = sink.statistics()
-        assert (statistics.resent, statistics.failed) == (0, 0)
+        assert (statistics.resent_batches, statistics.failed_mutations) == (0, 0)
         assert statistics.connections == len(servers)
     steps.check_inside(function)
 

@@ -199,7 +199,7 @@ async def test_a_replica_on_a_node_with_a_slow_disk_is_removed(
         added = await add_replicas(operator, "c", f"{HOST}:72")
         await wait_caught_up(operator, "c", added, ReplicaLag())
         is_slow = True
-        async with connect(address, by_map=False) as client:
+        async with connect(address, follow_map=False) as client:
             await client.set("k", "v")
         await trio.sleep(0.1)
         assert await remove_replicas(operator, "c") == added

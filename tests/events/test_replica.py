@@ -17,7 +17,7 @@ async def test_a_replica_tells_of_what_it_has_on_disk() -> None:
         async with follow_events(replica.url(), consumer="c") as feed:
             with trio.fail_after(20):
                 assert await anext(feed) == LookAtEverything()
-                async with connect(pair.nodes["a"].url, by_map=False) as client:
+                async with connect(pair.nodes["a"].url, follow_map=False) as client:
                     await client.set("_design/x", "{}")
                 designs: set[bytes] = set()
                 while b"_design/x" not in designs:

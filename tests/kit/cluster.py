@@ -222,7 +222,7 @@ class TestCluster:
                 state=state,
                 end="now",
                 identity="replica:test",
-                by_map=False,
+                follow_map=False,
             ) as consumer:
                 async for event in consumer:
                     if isinstance(event, ChunkReceived):

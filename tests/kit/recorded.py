@@ -249,7 +249,7 @@ async def contents_of(
         await trio.lowlevel.checkpoint()
         return items_of
     async with consume(
-        url, partitions=numbers, state=state, end="now", by_map=False, dial=dial
+        url, partitions=numbers, state=state, end="now", follow_map=False, dial=dial
     ) as consumer:
         async for event in consumer:
             if isinstance(event, ChunkReceived):
@@ -295,8 +295,8 @@ class RecordedConsumer:
         state: What the partitions must be where it reads them.
         pause_s: How long it takes over each event, on average.
         keeps: How often it keeps what it has, beside how often it is told something.
-        by_map: Whether it reads each partition at the node that has it by the bucket's map; else it
-            reads all of `partitions` at the node that `url` names.
+        follow_map: Whether it reads each partition at the node that has it by the bucket's map;
+            else it reads all of `partitions` at the node that `url` names.
         partitions: What it reads; None for everything.
     """
 
@@ -312,14 +312,14 @@ class RecordedConsumer:
         pause_s: float,
         keeps: float = 0.05,
         window_bytes: int = WINDOW_BYTES_DEFAULT,
-        by_map: bool = True,
+        follow_map: bool = True,
         partitions: Sequence[PartitionId] | None = None,
         dial: Dial = dial_tcp,
         sleep: Sleep = trio.sleep,
     ) -> None:
         self.name = name
         self._url = url
-        self._by_map = by_map
+        self._follow_map = follow_map
         self._partitions = partitions
         self._dial = dial
         self._sleep = sleep
@@ -426,7 +426,7 @@ class RecordedConsumer:
             end=end,  # type: ignore[arg-type]
             undo=self._undo if self._undoes else None,
             window_bytes=self._window_bytes,
-            by_map=self._by_map,
+            follow_map=self._follow_map,
             partitions=self._partitions,
             identity=f"consumer:{self.name}",
             retry_timeout_s=20.0,

@@ -165,13 +165,13 @@ class ServerGroup:
 
     async def set(self, name: str, items: Mapping[str, str]) -> None:
         """Writes at one node, which must be active for all the keys."""
-        async with connect(self.servers[name].url(BUCKET), by_map=False) as client:
+        async with connect(self.servers[name].url(BUCKET), follow_map=False) as client:
             for key, value in items.items():
                 await client.set(key, value)
 
     async def get(self, name: str, key: str) -> str | None:
         """Reads at one node."""
-        async with connect(self.servers[name].url(BUCKET), by_map=False) as client:
+        async with connect(self.servers[name].url(BUCKET), follow_map=False) as client:
             item = await client.get(key)
         return None if item is None else bytes(item.value).decode()
 

@@ -73,7 +73,7 @@ class WrongStateConsumer:
             url,
             partitions=[partition],
             state=state,
-            by_map=False,
+            follow_map=False,
             identity=f"consumer:{self.name}",
             retry_timeout_s=0.0,
             dial=self._dial,

@@ -65,7 +65,7 @@ def sessions_of(group: TestCluster, name: str) -> list[ServerSession]:
 
 
 async def write(group: TestCluster, name: str, key: str, count: int = 1) -> None:
-    async with connect(group.nodes[name].url, by_map=False) as client:
+    async with connect(group.nodes[name].url, follow_map=False) as client:
         for index in range(count):
             await client.set(f"{key} {index}", "value")
 
@@ -118,7 +118,7 @@ async def test_a_node_that_stops_being_active_ends_its_streams(
         await group.quiet()
         async with (
             consume(
-                group.nodes["a"].url, identity=CONSUMER, by_map=False, with_logs=True
+                group.nodes["a"].url, identity=CONSUMER, follow_map=False, with_logs=True
             ) as consumer,
             trio.open_nursery() as nursery,
         ):
@@ -143,7 +143,7 @@ async def test_a_replica_ends_its_streams_before_it_gives_data_of_a_new_history(
         follower = Follower()
         async with (
             consume(
-                group.nodes["b"].url, state=PartitionState.REPLICA, by_map=False, with_logs=True
+                group.nodes["b"].url, state=PartitionState.REPLICA, follow_map=False, with_logs=True
             ) as consumer,
             trio.open_nursery() as nursery,
         ):
@@ -179,7 +179,10 @@ async def test_a_replica_that_rolls_back_leaves_no_stream_open(
         follower = Follower()
         async with (
             consume(
-                group.nodes["b"].url, identity=CONSUMER, state=PartitionState.REPLICA, by_map=False
+                group.nodes["b"].url,
+                identity=CONSUMER,
+                state=PartitionState.REPLICA,
+                follow_map=False,
             ) as consumer,
             trio.open_nursery() as nursery,
         ):
@@ -240,7 +243,7 @@ async def test_a_map_ends_streams_in_steps_and_none_begins_meanwhile() -> None:
         assert server is not None
         bucket = server.catalog.bucket("b")
         async with (
-            consume(group.nodes["a"].url, identity=CONSUMER, by_map=False) as consumer,
+            consume(group.nodes["a"].url, identity=CONSUMER, follow_map=False) as consumer,
             trio.open_nursery() as nursery,
         ):
             nursery.start_soon(Follower().follow, consumer)

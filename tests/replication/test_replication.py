@@ -55,7 +55,7 @@ P = 4
 
 
 async def write(group: TestCluster, name: str, count: int, value: str = "value") -> None:
-    async with connect(group.nodes[name].url, by_map=False) as client:
+    async with connect(group.nodes[name].url, follow_map=False) as client:
         for index in range(count):
             await client.set(f"key {index}", f"{value} {index}")
 
@@ -115,7 +115,7 @@ async def test_a_replica_of_a_replica() -> None:
         await write(group, "a", 200)
         await same(group)
         # What it has does not count as a copy.
-        async with connect(group.nodes["a"].url, by_map=False) as client:
+        async with connect(group.nodes["a"].url, follow_map=False) as client:
             with pytest.raises(ServerError) as refusal:
                 await client.set("k", "v", durability=Durability.REPLICATED, copies=2)
         assert refusal.value.status is Status.TOO_FEW_REPLICAS
@@ -154,7 +154,7 @@ async def test_an_end_of_now_covers_a_partition_that_came_to_a_node_after_it_gre
             keys = [key for index in range(200) if partition_of(key := b"%d" % index, 2) == 0][:50]
             for key in keys:
                 await client.set(key, b"value")
-        async with connect(group.nodes["b"].url, by_map=False) as client:
+        async with connect(group.nodes["b"].url, follow_map=False) as client:
             for index in range(500):
                 if partition_of(b"large %d" % index, 2) == 1:
                     await client.set(b"large %d" % index, bytes(1024))
@@ -199,16 +199,16 @@ async def test_a_node_streams_nothing_of_a_partition_that_it_gave_up() -> None:
         await group.quiet()
         await group.share([Assignment("a")])
         await eventually(lambda: states(group, "b") == [PartitionState.DEAD], "b gave it up", 5)
-        async with connect(group.nodes["b"].url, by_map=False) as client:
+        async with connect(group.nodes["b"].url, follow_map=False) as client:
             (info,) = client.partitions()
-            assert not info.owned
+            assert not info.is_held
             assert (info.state, info.high_seq) == (PartitionState.DEAD, 0)
             with pytest.raises(ServerError, match="dead here, not active") as refusal:
                 await client.seqnos()
             assert refusal.value.status is Status.NOT_MY_PARTITION
         for state in (PartitionState.ACTIVE, PartitionState.REPLICA):
             async with consume(
-                group.nodes["b"].url, state=state, by_map=False, retry_timeout_s=0.0
+                group.nodes["b"].url, state=state, follow_map=False, retry_timeout_s=0.0
             ) as consumer:
                 with pytest.raises(ServerError) as refusal:
                     await anext(consumer)
@@ -231,7 +231,7 @@ async def test_no_client_is_streamed_a_dead_or_a_pending_partition(
         await group.quiet()
         await group.share([Assignment("a")])
         await eventually(lambda: states(group, "b") == [PartitionState.DEAD], "b gave it up", 5)
-        async with consume(group.nodes["b"].url, state=state, by_map=False) as consumer:
+        async with consume(group.nodes["b"].url, state=state, follow_map=False) as consumer:
             with pytest.raises(ServerError, match=refusal) as error_info:
                 await anext(consumer)
         assert error_info.value.status is Status.BAD_ARGUMENT
@@ -257,7 +257,7 @@ async def test_a_replica_that_becomes_active_ends_its_streams() -> None:
         new_histories: list[HistoryId] = []
         async with (
             consume(
-                group.nodes["b"].url, state=PartitionState.REPLICA, by_map=False, with_logs=True
+                group.nodes["b"].url, state=PartitionState.REPLICA, follow_map=False, with_logs=True
             ) as consumer,
             trio.open_nursery() as nursery,
         ):
@@ -274,7 +274,7 @@ async def test_a_replica_that_becomes_active_ends_its_streams() -> None:
             await group.nodes["a"].kill()
             await group.fail_over("a", Random(1))
             await write(group, "b", 5, "later")
-            async with consume(group.nodes["b"].url, by_map=False, end="now") as other_consumer:
+            async with consume(group.nodes["b"].url, follow_map=False, end="now") as other_consumer:
                 async for _ in other_consumer:
                     pass
             nursery.cancel_scope.cancel()
@@ -328,7 +328,7 @@ async def test_an_active_that_was_killed_does_not_come_back_by_itself() -> None:
         await group.start("a")
         await eventually(lambda: not unconfirmed(group, "a"), "a peer confirms the map")
         assert {p.state for p in group.nodes["a"].held} == {PartitionState.PENDING}
-        async with connect(group.nodes["a"].url, by_map=False) as client:
+        async with connect(group.nodes["a"].url, follow_map=False) as client:
             with pytest.raises(ServerError) as refusal:
                 await client.set("key", "value")
         assert refusal.value.status is Status.NOT_MY_PARTITION
@@ -473,7 +473,7 @@ async def test_answers_to_publishers_survive_a_failover() -> None:
     async with cluster() as group:
         batches: list[tuple[PartitionId, Chunk]] = []
         deltas = CounterDelta(1, 1).encode()
-        async with publisher(group.nodes["a"].url, by_map=False) as sender:
+        async with publisher(group.nodes["a"].url, follow_map=False) as sender:
             for _ in range(20):
                 for partition in range(P):
                     row = Mutation(Operation.INCREMENT, key_in(partition), deltas)
@@ -503,7 +503,7 @@ async def test_answers_to_publishers_survive_a_failover() -> None:
 
 
 async def test_an_answer_waits_for_the_copies_that_its_level_asks_for() -> None:
-    async with cluster() as group, connect(group.nodes["a"].url, by_map=False) as client:
+    async with cluster() as group, connect(group.nodes["a"].url, follow_map=False) as client:
         for level in (Durability.REPLICATED, Durability.REPLICATED_AND_PERSISTED):
             for copies in (1, 2):
                 write_result = await client.set(
@@ -529,14 +529,14 @@ async def test_an_answer_waits_for_the_copies_that_its_level_asks_for() -> None:
 
 
 async def test_who_waits_for_copies_hears_that_the_bucket_was_deleted() -> None:
-    async with cluster() as group, connect(group.nodes["a"].url, by_map=False) as client:
+    async with cluster() as group, connect(group.nodes["a"].url, follow_map=False) as client:
         for name in "bc":
             await group.nodes[name].kill()
         active = group.nodes["a"].held[partition_of(b"k", P)]
 
         async def delete_while_it_waits() -> None:
             await eventually(lambda: active.replicas.waiting_count == 1, "the write waits", 20)
-            async with connect(group.nodes["a"].url, by_map=False) as other:
+            async with connect(group.nodes["a"].url, follow_map=False) as other:
                 await other.delete_bucket(BUCKET)
 
         async with trio.open_nursery() as nursery:
@@ -714,7 +714,7 @@ async def publish_for(
         value = load.operations_sent[key]
         try:
             with trio.move_on_after(1) as patience:
-                async with connect(node.url, by_map=False) as client:
+                async with connect(node.url, follow_map=False) as client:
                     await client.set(
                         key,
                         str(value),
@@ -863,7 +863,7 @@ def has_map(group: TestCluster, name: str) -> bool:
 
 async def test_what_expires_is_deleted_by_a_new_active() -> None:
     async with cluster() as group:
-        async with connect(group.nodes["a"].url, by_map=False) as client:
+        async with connect(group.nodes["a"].url, follow_map=False) as client:
             for index in range(20):
                 await client.set(f"key {index}", "v", expiry=int(time.time()) + 2)
         await group.quiet()
@@ -899,7 +899,7 @@ async def test_a_new_active_indexes_what_it_had_left_out_without_being_asked() -
 
 async def test_answers_that_were_restored_are_not_all_forgotten_by_an_undo() -> None:
     async with cluster() as group:
-        async with publisher(group.nodes["a"].url, by_map=False) as sender:
+        async with publisher(group.nodes["a"].url, follow_map=False) as sender:
             for index in range(20):
                 row = Mutation(Operation.INCREMENT, key_in(0), CounterDelta(1, 1).encode())
                 await sender.publish_and_wait(PartitionId(0), Chunk.build((row,)))

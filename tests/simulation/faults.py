@@ -423,7 +423,7 @@ class Faults:
                 undoes=False,
                 state=state,
                 pause_s=0.0,
-                by_map=False,
+                follow_map=False,
                 partitions=partitions,
                 dial=partial(self.network.dial, "reader"),
                 sleep=self.network.clock.sleep,

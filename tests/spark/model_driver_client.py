@@ -159,7 +159,7 @@ class ModelDriverClient:
         return {
             PartitionId(partition_id): PartitionInfo(
                 PartitionId(partition_id),
-                owned=True,
+                is_held=True,
                 state=PartitionState.ACTIVE,
                 high_seq=SeqNo(partition.high),
                 persisted_seq=SeqNo(partition.persisted),

@@ -369,7 +369,7 @@ async def test_a_half_open_connection() -> None:
         proxy.half_open()
         await write(range(500, 1000))
         await until_gone(server, before - 1)
-        await eventually(lambda: not consumer.statistics().connected, "the client gave up")
+        await eventually(lambda: not consumer.statistics().is_connected, "the client gave up")
         proxy.heal()
         await consumer.barrier()
         assert consumer.statistics().connections == 2

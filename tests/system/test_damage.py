@@ -176,7 +176,7 @@ async def test_a_replica_replaces_damaged_data(tmp_path: Path) -> None:
         assert await mend(first_data) == (0, f"{first_data} has no damaged chunks\n")
         async with server_process("--node", "a", listen=listen, data_dir=first_data) as first:
             await upr("takeover", url, "--all-of", "b", "--to", "a")
-            async with connect(first.url(BUCKET), by_map=False) as client:
+            async with connect(first.url(BUCKET), follow_map=False) as client:
                 assert_same(await server_contents(client, all_items), all_items, PARTITIONS)
             assert await stream(first, list(range(PARTITIONS))) == all_items
 
@@ -207,7 +207,7 @@ async def test_another_node_replaces_a_bucket_that_cannot_be_opened(tmp_path: Pa
             await upr("replicas", "remove", second.url(BUCKET), "a")
             await upr("replicas", "add", second.url(BUCKET), f"a={listen}")
             await upr("takeover", second.url(BUCKET), "--all-of", "b", "--to", "a")
-            async with connect(first.url(BUCKET), by_map=False) as client:
+            async with connect(first.url(BUCKET), follow_map=False) as client:
                 assert_same(await server_contents(client, all_items), all_items, PARTITIONS)
 
 
@@ -346,7 +346,7 @@ async def test_a_replica_takes_over_a_refused_partition_and_fills_it_again(tmp_p
             "--node", "a", listen=listen, data_dir=first_data, errors=[REFUSED_PARTITION]
         )
         async with started as first:
-            async with connect(first.url(BUCKET), by_map=False) as client:
+            async with connect(first.url(BUCKET), follow_map=False) as client:
                 await assert_refused_by_node(client)
             await upr("failover", url, str(DAMAGED), "--to", "b")
             await write(first, SECOND)
@@ -357,7 +357,7 @@ async def test_a_replica_takes_over_a_refused_partition_and_fills_it_again(tmp_p
         assert await mend(first_data) == (0, f"{first_data} has no damaged chunks\n")
         async with server_process("--node", "a", listen=listen, data_dir=first_data) as first:
             await upr("takeover", url, str(DAMAGED), "--to", "a")
-            async with connect(first.url(BUCKET), by_map=False) as client:
+            async with connect(first.url(BUCKET), follow_map=False) as client:
                 assert_same(await server_contents(client, all_items), all_items, PARTITIONS)
             assert await stream(first, list(range(PARTITIONS))) == all_items
 

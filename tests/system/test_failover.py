@@ -152,7 +152,7 @@ class Cluster:
         newest = await self.map()
         rows: dict[int, set[tuple[object, ...]]] = {}
         for node in self.up:
-            async with connect(node.address, by_map=False) as client:
+            async with connect(node.address, follow_map=False) as client:
                 for info in client.partitions():
                     state = newest.partitions[info.partition].state_of(node.name)
                     if info.state is not state:
@@ -322,13 +322,13 @@ class Undoer:
 async def contents(node: Node) -> dict[bytes, bytes]:
     """Everything that one node has, whatever it is for it."""
     mirror = Mirror()
-    async with connect(node.address, by_map=False) as client:
+    async with connect(node.address, follow_map=False) as client:
         states = {info.partition: info.state for info in client.partitions()}
     for state in (PartitionState.ACTIVE, PartitionState.REPLICA):
         numbers = [partition for partition, its_state in states.items() if its_state is state]
         if numbers:
             async with consume(
-                node.address, partitions=numbers, state=state, end="now", by_map=False
+                node.address, partitions=numbers, state=state, end="now", follow_map=False
             ) as consumer:
                 async for event in consumer:
                     mirror.apply(event)
@@ -394,7 +394,7 @@ async def caught_up(running: Cluster) -> None:
     while True:
         behind = 0
         for node in running.up:
-            async with connect(node.address, by_map=False) as client:
+            async with connect(node.address, follow_map=False) as client:
                 for info in client.partitions():
                     assignment = newest.partitions[info.partition]
                     if assignment.active == node.name:
@@ -423,7 +423,7 @@ async def test_a_takeover_of_all_partitions_under_load(tmp_path: Path) -> None:
             await eventually(lambda: writes.acknowledgements > 20, "there is load")
             logs = {}
             for node in running.up:
-                async with connect(node.address, by_map=False) as client:
+                async with connect(node.address, follow_map=False) as client:
                     for info in client.partitions():
                         if info.state is PartitionState.ACTIVE:
                             logs[info.partition] = info.log
@@ -436,7 +436,7 @@ async def test_a_takeover_of_all_partitions_under_load(tmp_path: Path) -> None:
                 assert all(assignment.active == name for assignment in newest.partitions)
             stopped.set()
         await running.quiet()
-        async with connect(running.nodes["a"].address, by_map=False) as client:
+        async with connect(running.nodes["a"].address, follow_map=False) as client:
             for info in client.partitions():
                 assert info.log == logs[info.partition], "no history was added"
         items = await contents(running.nodes["a"])
@@ -497,6 +497,6 @@ async def test_the_target_of_a_takeover_is_killed_in_the_middle(tmp_path: Path) 
 
 async def active_logs(running: Cluster, partitions: list[int]) -> dict[int, FailoverLog]:
     """The logs of those partitions for which "a" is active."""
-    async with connect(running.nodes["a"].address, by_map=False) as client:
+    async with connect(running.nodes["a"].address, follow_map=False) as client:
         infos = [info for info in client.partitions() if info.partition in partitions]
     return {info.partition: info.log for info in infos if info.state is PartitionState.ACTIVE}

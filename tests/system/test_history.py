@@ -101,7 +101,7 @@ async def _finals(nodes: Cluster, history: History) -> dict[PartitionId, SeqNo]:
     """Writes down what every node holds; gives the actives' highest numbers."""
     highs: dict[PartitionId, SeqNo] = {}
     for node in nodes.up:
-        async with connect(node.address, by_map=False) as client:
+        async with connect(node.address, follow_map=False) as client:
             infos = {info.partition: info for info in client.partitions()}
         items: dict[PartitionId, Items] = {}
         for state in (PartitionState.ACTIVE, PartitionState.REPLICA):

@@ -245,7 +245,7 @@ class Load:
                 await sink.publish(partition, chunk, partial(self._answered, expected))
                 await trio.sleep(PUBLISHER_PAUSE_S)
             await sink.flush()
-            self.resent = sink.statistics().resent
+            self.resent = sink.statistics().resent_batches
             self.done.set()
 
     def end(self) -> None:

@@ -532,7 +532,7 @@ async def test_killed_and_started_again_it_has_consumers_begin_anew(settings: Pa
             assert_same(mirror.contents, lost_items, PARTITIONS)
             server.kill()
             assert await server.wait() == -signal.SIGKILL
-            await eventually(lambda: not consumer.statistics().connected, "it noticed")
+            await eventually(lambda: not consumer.statistics().is_connected, "it noticed")
             assert rolled_back == []
             listen = f"{server.host}:{server.port}"
             async with server_process(*options, listen=listen) as second:

@@ -130,7 +130,9 @@ class _Events:
 
     async def _report_connection(self, feed: EventFeed) -> None:
         await report_connection(
-            lambda: (feed.connected, feed.last_failure), self.retry_timeout_s, was_connected=False
+            lambda: (feed.is_connected, feed.last_failure),
+            self.retry_timeout_s,
+            was_connected=False,
         )
 
 

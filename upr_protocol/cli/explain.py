@@ -87,7 +87,7 @@ class _Server:
         info = self.infos.get(partition)
         if info is None:
             return _GONE if partition >= self.partition_count else _WITHOUT_ACTIVE
-        if not info.owned:
+        if not info.is_held:
             return _NOT_HERE
         decision = decide_start(info.log, info.high_seq, info.purge_seq, position)
         reason = decision.reason.value

@@ -251,7 +251,7 @@ class _Tail:
     ) -> None:
         def status() -> tuple[bool, str]:
             statistics = consumer.statistics()
-            return statistics.connected, statistics.last_failure
+            return statistics.is_connected, statistics.last_failure
 
         await report_connection(
             status, self.retry_timeout_s, was_connected=True, before=progress.clear
@@ -289,11 +289,11 @@ async def report_unplaced(
     while True:
         await trio.sleep(_UNPLACED_POLL_S)
         figures = consumer.statistics()
-        if figures.unplaced and not had_unplaced:
+        if figures.unplaced_partitions and not had_unplaced:
             progress.clear()
             reason = figures.unplaced_reason or "no node tells a newer partition map"
             say(
-                f"waiting for a node that serves {partitions_text(figures.unplaced)} ({reason}); "
-                f"trying for up to {retry_timeout_s:,} s"
+                f"waiting for a node that serves {partitions_text(figures.unplaced_partitions)} "
+                f"({reason}); trying for up to {retry_timeout_s:,} s"
             )
-        had_unplaced = bool(figures.unplaced)
+        had_unplaced = bool(figures.unplaced_partitions)

@@ -107,7 +107,7 @@ class BucketHistories:
             with trio.move_on_after(TIMEOUT_S):
                 async with connect(self._address, identity="upr-indexer") as client:
                     infos = client.partitions()
-                self._logs.update({info.partition: info.log for info in infos if info.owned})
+                self._logs.update({info.partition: info.log for info in infos if info.is_held})
                 self._failure = "it has none of the bucket's partitions"
         except* UprError as errors:
             self._failure = str(first_failure(errors))

@@ -140,7 +140,7 @@ class IndexerStream:
         """Whether a connection streams, if there is anything to stream."""
         if self._partitions == []:
             return True
-        return self._consumer is not None and self._consumer.statistics().connected
+        return self._consumer is not None and self._consumer.statistics().is_connected
 
     def reached_marks(self) -> dict[PartitionId, Mark]:
         """How far each partition is, by what was put. Where no chunk waits for the rest of its

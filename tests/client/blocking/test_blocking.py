@@ -435,7 +435,7 @@ def test_events_until_now(fake: ThreadedFake) -> None:
         for event in stream:
             mirror.apply(event)
             end_count += isinstance(event, StreamEnded)
-        assert stream.done
+        assert stream.is_finished
         assert end_count == 4
     assert mirror.contents == fake.server.contents()
 
@@ -454,7 +454,7 @@ def test_some_partitions_from_now_with_a_barrier(fake: ThreadedFake) -> None:
     with consumer(fake, partitions=[0, 1], start="now") as stream:
         assert stream.next_event() == CycleCompleted(1)
         assert stream.next_event(0.01) is None
-        assert not stream.done
+        assert not stream.is_finished
         fill(fake, 10)
         stream.barrier(b"mine")
         events: list[Event | None] = []

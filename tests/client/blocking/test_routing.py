@@ -142,7 +142,7 @@ def test_a_blocking_consumer_until_now_ends_on_every_node(nodes: ThreadedCluster
     with BlockingConsumer(URL, dial=nodes.dial, end="now") as consumer:
         for event in consumer:
             mirror.apply(event)
-        assert consumer.done
+        assert consumer.is_finished
     assert mirror.contents == nodes.cluster.any.contents()
 
 

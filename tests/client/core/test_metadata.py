@@ -164,7 +164,7 @@ def test_the_map_of_another_bucket_is_an_error() -> None:
 
 
 def test_without_following_maps_everything_stays_with_the_users_address() -> None:
-    metadata = ClusterMetadata(ADDRESS, by_map=False)
+    metadata = ClusterMetadata(ADDRESS, follow_map=False)
     metadata.note_revision(3)
     assert not metadata.update(TWO)
     assert metadata.is_single_node

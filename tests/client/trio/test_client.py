@@ -162,7 +162,7 @@ async def test_partitions_and_seqnos_tell_every_partition(
     async with connect(URL, dial=net.dial) as client:
         infos = client.partitions()
         assert [info.partition for info in infos] == [0, 1, 2, 3]
-        assert all(info.owned for info in infos)
+        assert all(info.is_held for info in infos)
         assert infos[partition].high_seq == 1
         (numbers,) = await client.seqnos([partition])
         assert (numbers.partition, numbers.high_seq) == (partition, 1)
@@ -236,7 +236,7 @@ async def test_requests_of_several_tasks_share_the_connection(
             for index in range(8):
                 nursery.start_soon(work, client, f"task-{index}")
         item = await client.get("shared")
-        assert client.statistics().open == 0
+        assert client.statistics().open_requests == 0
     assert item is not None
     assert item.value == b"160"
     assert net.dialled == 1

@@ -36,7 +36,11 @@ async def test_published_operations_arrive(
     expected = {b"key-%d" % index: b"value-%d" % index for index in range(1, 500)}
     assert server.contents() == expected | {b"counter": b"100"}
     statistics = sink.statistics()
-    assert (statistics.mutations, statistics.failed, statistics.unanswered) == (551, 0, 0)
+    assert (statistics.mutations, statistics.failed_mutations, statistics.unanswered_batches) == (
+        551,
+        0,
+        0,
+    )
     assert statistics.batches < 20
     assert net.open == 0
 
@@ -86,7 +90,7 @@ async def test_failures_are_reported_for_each_operation(
         }
         sink.failures.clear()
     assert server.contents() == {b"there": b"1", b"after": b"3"}
-    assert sink.statistics().failed == 2
+    assert sink.statistics().failed_mutations == 2
 
 
 async def test_failures_left_over_are_raised_when_the_context_ends(
@@ -173,7 +177,7 @@ async def test_the_batches_in_flight_of_a_partition_are_bounded(
         server.held = set()
         net.cut()
         await sink.flush()
-    assert sink.statistics().resent == 8
+    assert sink.statistics().resent_batches == 8
     assert len(server.partitions[1].history) == 20
     assert len(server.partitions[3].history) == 3
 

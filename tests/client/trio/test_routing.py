@@ -202,7 +202,7 @@ async def test_clients_follow_the_partitions_of_a_lost_node(
         cluster.kill("a")
         await set_keys(sink, 60, "after")
         await trio.sleep(3)
-        assert sink.statistics().unanswered
+        assert sink.statistics().unanswered_batches
         began = trio.current_time()
         cluster.move({0: Assignment(active="b"), 3: Assignment(active="c")}, tell="bc")
         await sink.flush()
@@ -366,7 +366,7 @@ async def test_a_takeover_stalls_publishers_for_less_than_a_second(
             cluster.move({0: Assignment(handing_over="a", replicas={"b": ""})})
             await sink.set(key, "2")
             await trio.sleep(pause_s)
-            assert sink.statistics().unanswered <= 1
+            assert sink.statistics().unanswered_batches <= 1
             cluster.move({0: Assignment(active="b")})
             began = trio.current_time()
             await sink.flush()
@@ -435,7 +435,7 @@ async def test_the_retry_timeout_starts_anew_each_time_a_partition_loses_its_nod
                 )
                 await sink.set(quiet if turn == 2 else busy, "2")
                 await trio.sleep(4)
-                assert sink.statistics().unanswered == 1
+                assert sink.statistics().unanswered_batches == 1
                 cluster.move({partition: Assignment(active=new_active) for partition in (0, 3)})
                 await sink.flush()
                 await trio.sleep(20)
@@ -447,7 +447,7 @@ async def test_the_retry_timeout_starts_anew_each_time_a_partition_loses_its_nod
             await trio.sleep(3)
             cluster.move({3: Assignment(active="c")})
             await trio.sleep(1)
-            assert sink.statistics().unanswered == 1
+            assert sink.statistics().unanswered_batches == 1
 
     with pytest.raises(BrokenError, match="no node is active for partition 0"):
         await run()
@@ -506,7 +506,9 @@ async def test_a_consumer_may_stay_with_one_node(
     cluster: FakeCluster, autojump_clock: MockClock
 ) -> None:
     fill(cluster, 100)
-    async with consume("upr://b/b", dial=cluster.dial, partitions=[1, 4], by_map=False) as consumer:
+    async with consume(
+        "upr://b/b", dial=cluster.dial, partitions=[1, 4], follow_map=False
+    ) as consumer:
         await until(consumer, CycleCompleted)
         assert cluster.nets["b"].dialled == 1
         assert not cluster.server("a").connections

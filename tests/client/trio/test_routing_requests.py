@@ -98,7 +98,7 @@ async def test_a_node_that_is_let_go_still_answers_open_requests(
         async with left_with_a_change(cluster, client) as a:
             a.release()
         assert numbers == [1]
-        assert client.statistics().open == 0
+        assert client.statistics().open_requests == 0
 
 
 async def test_a_node_that_is_let_go_may_fail_without_harm(
@@ -166,7 +166,7 @@ async def test_a_lost_node_breaks_its_open_requests_and_no_later_ones(
         item = await client.get(key)
         assert item is not None
         assert item.value == b"1"
-        assert client.statistics().open == 0
+        assert client.statistics().open_requests == 0
 
 
 async def test_seqnos_come_from_the_node_of_each_partition(

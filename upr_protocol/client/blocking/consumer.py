@@ -74,7 +74,7 @@ class BlockingConsumer:
         lease_id: int = 0,
         key_prefix: bytes = b"",
         undo: BlockingUndoCallback | None = None,
-        by_map: bool = True,
+        follow_map: bool = True,
         window_bytes: int = WINDOW_BYTES_DEFAULT,
         identity: str = IDENTITY_DEFAULT,
         retry_timeout_s: float = RETRY_TIMEOUT_S_DEFAULT,
@@ -108,7 +108,7 @@ class BlockingConsumer:
             dial_in_thread(dial, connect_timeout_s),
             draw,
             retry_timeout_s,
-            by_map,
+            follow_map,
         )
         subscription_state = SubscriptionState(subscription, processed_state.copy())
         self._streams = StreamsInThread(
@@ -185,7 +185,7 @@ class BlockingConsumer:
         return event
 
     @property
-    def done(self) -> bool:
+    def is_finished(self) -> bool:
         """Whether every stream has ended for good, and every event was handed out."""
         streams = self._streams
         return streams.is_finished and not streams.deliveries and self._rollback is None
@@ -198,7 +198,7 @@ class BlockingConsumer:
                 event.
 
         Returns:
-            None if there was none in time, or if `done`.
+            None if there was none in time, or if `is_finished`.
 
         Raises:
             ServerError: The server refused, and went on refusing.

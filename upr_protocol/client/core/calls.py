@@ -127,7 +127,7 @@ class PartitionInfo(msgspec.Struct, frozen=True):
 
     Attributes:
         partition: The partition.
-        owned: Whether the server holds it; otherwise the attributes below mean nothing.
+        is_held: Whether the server holds it; otherwise the attributes below mean nothing.
         state: Its state there.
         high_seq: Its highest sequence number then.
         persisted_seq: The last snapshot end on disk then.
@@ -136,7 +136,7 @@ class PartitionInfo(msgspec.Struct, frozen=True):
     """
 
     partition: PartitionId
-    owned: bool
+    is_held: bool
     state: PartitionState
     high_seq: SeqNo
     persisted_seq: SeqNo

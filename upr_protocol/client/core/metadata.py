@@ -52,7 +52,7 @@ class ClusterMetadata:
 
     Args:
         address: The address that the user gave; always asked first.
-        by_map: Whether to follow maps; otherwise every request goes to `address`.
+        follow_map: Whether to follow maps; otherwise every request goes to `address`.
 
     Attributes:
         address: See above.
@@ -60,13 +60,13 @@ class ClusterMetadata:
         newest_revision: The newest revision that some node has said it has. An older map is stale.
     """
 
-    __slots__ = ("_by_map", "_older_answers", "address", "map", "newest_revision")
+    __slots__ = ("_follow_map", "_older_answers", "address", "map", "newest_revision")
 
-    def __init__(self, address: Address, *, by_map: bool = True) -> None:
+    def __init__(self, address: Address, *, follow_map: bool = True) -> None:
         self.address = address
         self.map: PartitionMap | None = None
         self.newest_revision = 0
-        self._by_map = by_map
+        self._follow_map = follow_map
         # What those nodes have answered that do not have the newest map. They were asked when it
         # was known already.
         self._older_answers: dict[Address, PartitionMap | None] = {}
@@ -88,13 +88,13 @@ class ClusterMetadata:
 
     def note_revision(self, revision: int) -> None:
         """Notes the revision that a node says it has; 0 when it holds the bucket alone."""
-        if self._by_map and revision > self.newest_revision:
+        if self._follow_map and revision > self.newest_revision:
             self.newest_revision = revision
             self._older_answers.clear()
 
     def update(self, partition_map: PartitionMap) -> bool:
         """Takes in a node's map of the bucket; whether it replaces the one before."""
-        if not self._by_map or partition_map.revision <= self.revision:
+        if not self._follow_map or partition_map.revision <= self.revision:
             return False
         self.map = partition_map
         self.note_revision(partition_map.revision)

@@ -146,7 +146,7 @@ class Operator:
             identity=self.identity,
             connect_timeout_s=self.ask_timeout_s,
             retry_timeout_s=self.ask_timeout_s,
-            by_map=False,
+            follow_map=False,
             dial=self.dial,
         )
 

@@ -47,12 +47,12 @@ class ClientStatistics:
 
     Attributes:
         requests: How many requests were sent.
-        open: How many of them have no answer yet.
+        open_requests: How many of them have no answer yet.
         credit_left: How many bytes of changes the servers would take.
     """
 
     requests: int
-    open: int
+    open_requests: int
     credit_left: int
 
 
@@ -195,7 +195,7 @@ class Client(KeyOperations[Coroutine[Any, Any, WriteResult]]):
         Args:
             partitions: The partitions.
             of_copies: Whether a node that is not active tells the numbers of its copy, instead of
-                refusing. With `by_map=False` this shows how far one node is.
+                refusing. With `follow_map=False` this shows how far one node is.
         """
         return await self._dispatcher.ask_about(
             tuple(map(PartitionId, partitions)), partial(calls.seqnos, of_copies=of_copies)
@@ -343,7 +343,7 @@ async def connect(
     *,
     credit_timeout_s: float = CREDIT_TIMEOUT_S_DEFAULT,
     retry_timeout_s: float = REQUEST_RETRY_TIMEOUT_S,
-    by_map: bool = True,
+    follow_map: bool = True,
     **options: Unpack[ConnectOptions],
 ) -> AsyncIterator[Client]:
     """A client connected to `upr://host:port/bucket`; without the bucket, for the calls about
@@ -356,7 +356,7 @@ async def connect(
         url: Where to connect to.
         credit_timeout_s: How long a change waits for a server that is over its memory quota.
         retry_timeout_s: In a cluster, how long a request waits for the node of its partition.
-        by_map: Whether to follow the partition map; otherwise every request goes to `url`.
+        follow_map: Whether to follow the partition map; otherwise every request goes to `url`.
         **options: How to connect.
 
     Raises:
@@ -365,7 +365,7 @@ async def connect(
         ServerError: The server refused, for instance with `NO_BUCKET`.
     """
     address = Address.parse(url) if isinstance(url, str) else url
-    connection = TrioOptions(**options, retry_timeout_s=retry_timeout_s, by_map=by_map)
+    connection = TrioOptions(**options, retry_timeout_s=retry_timeout_s, follow_map=follow_map)
     dispatcher = RequestDispatcher(address, connection, credit_timeout_s)
     try:
         async with background_nursery() as nursery:

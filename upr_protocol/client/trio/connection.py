@@ -79,14 +79,14 @@ class TrioOptions(DriverOptions):
         dial: Connects to an address, where plain TCP will not do.
         draw: Gives numbers in [0, 1), for the waits between attempts.
         retry_timeout_s: How long to go on without a node for a partition that is waited for.
-        by_map: Whether to follow the partition map; otherwise everything goes to the user's
+        follow_map: Whether to follow the partition map; otherwise everything goes to the user's
             address.
     """
 
     dial: Dial = dial_tcp
     draw: Callable[[], float] = random.random
     retry_timeout_s: float = RETRY_TIMEOUT_S_DEFAULT
-    by_map: bool = True
+    follow_map: bool = True
 
     def new_retry_state(self) -> RetryState:
         """The retry state of one more node."""

@@ -166,7 +166,7 @@ class ConnectionPool(Generic[H]):
         state: PartitionState = PartitionState.ACTIVE,
         opened_partitions: tuple[PartitionId, ...] = (),
     ) -> None:
-        self.metadata = ClusterMetadata(address, by_map=options.by_map)
+        self.metadata = ClusterMetadata(address, follow_map=options.follow_map)
         self.last_failure = ""
         self.located = trio.Event()
         self._options = options

@@ -74,30 +74,30 @@ class ConsumerStatistics:
 
     Attributes:
         connections: Connections made.
-        connected: Whether there is a connection now.
+        is_connected: Whether there is a connection now.
         events: Events handed out.
         chunks: Chunks among them.
         mutations: Mutations in the chunks.
         nbytes: Bytes of the chunks.
         rollbacks: Rollbacks of partitions.
         saves: Saves of the resume state.
-        waiting: Events that the application has not asked for yet.
+        waiting_events: Events that the application has not asked for yet.
         last_failure: Why the last connection, or attempt to connect, ended; empty at first.
-        unplaced: Partitions that no node has served for `UNPLACED_S` seconds or more.
+        unplaced_partitions: Partitions that no node has served for `UNPLACED_S` seconds or more.
         unplaced_reason: Why the first of them is not served; empty if that is not known.
     """
 
     connections: int
-    connected: bool
+    is_connected: bool
     events: int
     chunks: int
     mutations: int
     nbytes: int
     rollbacks: int
     saves: int
-    waiting: int
+    waiting_events: int
     last_failure: str
-    unplaced: Sequence[PartitionId] = ()
+    unplaced_partitions: Sequence[PartitionId] = ()
     unplaced_reason: str = ""
 
 
@@ -411,7 +411,7 @@ async def consume(
     key_prefix: bytes = b"",
     undo: UndoCallback | None = None,
     with_logs: bool = False,
-    by_map: bool = True,
+    follow_map: bool = True,
     window_bytes: int = WINDOW_BYTES_DEFAULT,
     retry_timeout_s: float = RETRY_TIMEOUT_S_DEFAULT,
     save_limits: SaveLimits | None = None,
@@ -444,7 +444,7 @@ async def consume(
         undo: Takes the application back when the server's history parted from what was received;
             by default the partition starts again at 0.
         with_logs: Whether `StreamAccepted` events come, which bring the failover logs.
-        by_map: Whether to go to the nodes that the partition map names; otherwise the consumer
+        follow_map: Whether to go to the nodes that the partition map names; otherwise the consumer
             stays with the node at `target`.
         window_bytes: How many bytes of a node may be in flight or wait for the application.
         retry_timeout_s: How long to go on without a connection that streams before giving up; of
@@ -474,7 +474,10 @@ async def consume(
         Address.parse(target) if isinstance(target, str) else target,
         subscription,
         TrioOptions(
-            window_bytes=window_bytes, retry_timeout_s=retry_timeout_s, by_map=by_map, **options
+            window_bytes=window_bytes,
+            retry_timeout_s=retry_timeout_s,
+            follow_map=follow_map,
+            **options,
         ),
         resume=resume,
         undo=undo,

@@ -50,11 +50,11 @@ class NodeChannel(RequestChannel, NodeHandler):
         self._dispatcher = dispatcher
 
     def connection_made(self, connection: TrioConnection) -> None:
-        super().connected(connection)
+        super().connection_made(connection)
         self._dispatcher.notify_changed()
 
     def connection_lost(self, error: UprError) -> None:
-        super().lost(error)
+        super().connection_lost(error)
         self._dispatcher.node_lost(error)
 
     def node_removed(self) -> None:

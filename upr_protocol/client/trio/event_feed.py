@@ -91,7 +91,7 @@ class EventFeed:
         """Notified when the application asks for an event and there is none."""
 
     @property
-    def connected(self) -> bool:
+    def is_connected(self) -> bool:
         """Whether there is a connection to one of the given nodes now."""
         return self._is_connected
 

@@ -56,9 +56,9 @@ class PublisherStatistics:
     Attributes:
         batches: How many batches were answered.
         mutations: How many operations were answered, failed ones among them.
-        failed: How many operations failed.
-        resent: How many times a batch was sent again.
-        unanswered: How many batches have no answer yet.
+        failed_mutations: How many operations failed.
+        resent_batches: How many times a batch was sent again.
+        unanswered_batches: How many batches have no answer yet.
         unanswered_bytes: Their memory.
         connections: How many connections were made.
         last_failure: Why the last connection, or attempt to make one, ended; empty at first.
@@ -66,9 +66,9 @@ class PublisherStatistics:
 
     batches: int
     mutations: int
-    failed: int
-    resent: int
-    unanswered: int
+    failed_mutations: int
+    resent_batches: int
+    unanswered_batches: int
     unanswered_bytes: int
     connections: int
     last_failure: str
@@ -411,7 +411,7 @@ async def publisher(
     on_failure: Callable[[Failure], None] | None = None,
     credit_timeout_s: float = CREDIT_TIMEOUT_S_DEFAULT,
     retry_timeout_s: float = RETRY_TIMEOUT_S_DEFAULT,
-    by_map: bool = True,
+    follow_map: bool = True,
     writer: WriterIdentity | None = None,
     **options: Unpack[ConnectOptions],
 ) -> AsyncIterator[Publisher]:
@@ -437,7 +437,7 @@ async def publisher(
         on_failure: Called with each operation that fails, instead of `Publisher.failures`.
         credit_timeout_s: How long it waits for a server that is over its memory quota.
         retry_timeout_s: How long it goes on without any answer before it gives up.
-        by_map: Whether to follow the partition map; otherwise everything goes to `target`.
+        follow_map: Whether to follow the partition map; otherwise everything goes to `target`.
         writer: Gives batches their tokens; by default a new writer.
         **options: How to connect; nothing with a client.
 
@@ -449,10 +449,12 @@ async def publisher(
     """
     if isinstance(target, Client):
         address = target.address
-        connection = attrs.evolve(target.options, retry_timeout_s=retry_timeout_s, by_map=by_map)
+        connection = attrs.evolve(
+            target.options, retry_timeout_s=retry_timeout_s, follow_map=follow_map
+        )
     else:
         address = Address.parse(target) if isinstance(target, str) else target
-        connection = TrioOptions(**options, retry_timeout_s=retry_timeout_s, by_map=by_map)
+        connection = TrioOptions(**options, retry_timeout_s=retry_timeout_s, follow_map=follow_map)
     publish_options = PublishOptions(
         in_flight, buffer_bytes, retry_timeout_s, durability, copies, linger_s
     )

@@ -62,7 +62,7 @@ class NodePublisher(NodeHandler):
 
     def node_removed(self) -> None:
         """Other nodes are sent the unanswered batches, with the same tokens."""
-        self._nodes.unanswered.unplace_all(self.batches)
+        self._nodes.unanswered_batches.unplace_all(self.batches)
         self._nodes.notify_changed()
 
     def send(self, *, is_due: bool = False) -> None:

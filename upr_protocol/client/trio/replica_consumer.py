@@ -64,7 +64,7 @@ async def consume_as_replica(
         ReplicaConsumer,
         Address.parse(target) if isinstance(target, str) else target,
         subscription,
-        TrioOptions(**options, retry_timeout_s=retry_timeout_s, by_map=False),
+        TrioOptions(**options, retry_timeout_s=retry_timeout_s, follow_map=False),
         resume=resume,
         undo=undo,
         save_limits=save_limits,
