@@ -188,7 +188,7 @@ class Node:
             self._bucket, batches.columns, bundle.directory, batches.writer, 0, NOW
         )
         if not runs.remaining_indexes:
-            encode_reply(message.opaque, runs.lines)
+            encode_reply(message.opaque, runs.answer_rows)
             return
         # Of a long run.
         (run,) = bundle.runs

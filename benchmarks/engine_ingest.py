@@ -103,7 +103,7 @@ def bundles_of(partitions: int, rows: int, total: int) -> Callable[[], float]:
             bundle, batches = message.bundle, BundleBatches(message.bundle, message.writer)
             runs = apply_set_runs(bucket, batches.columns, bundle.directory, batches.writer, 0, now)
             assert not runs.remaining_indexes, "each run is plain, short and new"
-            encode_reply(message.opaque, runs.lines)
+            encode_reply(message.opaque, runs.answer_rows)
         return (process_time_ns() - started_at) / total
 
     return run

@@ -12,7 +12,7 @@ from upr_server.engine import (
     Bucket,
     Cursor,
     CursorItem,
-    Fetched,
+    FetchedItems,
     MutateResult,
     Partition,
     SnapshotEndItem,
@@ -43,7 +43,7 @@ def send(partition: Partition, *rows: Mutation, now: float = NOW) -> MutateResul
 
 
 def get_item(
-    partition: Partition, key: bytes, now: float = NOW, fetched: Fetched = NOTHING_FETCHED
+    partition: Partition, key: bytes, now: float = NOW, fetched: FetchedItems = NOTHING_FETCHED
 ) -> Mutation | None:
     """What the key holds, for which nothing may be missing."""
     assert not partition.missing_keys([key], now, fetched)
@@ -75,7 +75,7 @@ def persist(partition: Partition) -> None:
     """The disk takes all there is, and commits it."""
     disk = partition.manager.persistence
     list(items(disk))
-    if disk.seq > disk.committed:
+    if disk.seq > disk.committed_seq:
         disk.commit(disk.seq)
 
 

@@ -178,7 +178,7 @@ class Reader:
         """Plays the disk: its snapshot ends where the disk does."""
         assert backfill.start == self.seq, (backfill, self.seq)
         assert backfill.end >= self.seq
-        assert backfill.end == max(self.seq, self.partition.manager.persistence.committed)
+        assert backfill.end == max(self.seq, self.partition.manager.persistence.committed_seq)
         applied(self.state, self.stored(backfill.start, backfill.end))
         self.seq = backfill.end
         if self.seq >= self.end_at_least:

@@ -141,7 +141,7 @@ def test_a_bucket_short_of_memory_frees_what_the_disk_has_before_it_refuses_cred
     assert bucket.free_memory() is MemoryAction.FREE
     assert bucket.free_memory() is MemoryAction.NOTHING
     assert bucket.memory_action() is MemoryAction.NOTHING
-    assert partition.snapshots.oldest == 900
+    assert partition.snapshots.oldest_start == 900
 
 
 def test_one_step_frees_a_bounded_number_of_snapshots() -> None:
@@ -151,10 +151,10 @@ def test_one_step_frees_a_bounded_number_of_snapshots() -> None:
         persist(partition)
     freed_counts = []
     while bucket.memory_policy.is_short(bucket.memory):
-        before = sum(not partition.snapshots.oldest for partition in bucket.partitions)
+        before = sum(not partition.snapshots.oldest_start for partition in bucket.partitions)
         assert bucket.free_memory() is MemoryAction.FREE
         freed_counts.append(
-            before - sum(not partition.snapshots.oldest for partition in bucket.partitions)
+            before - sum(not partition.snapshots.oldest_start for partition in bucket.partitions)
         )
     assert max(freed_counts) == FREED_SNAPSHOTS_MAX
     assert len(freed_counts) > 1
@@ -170,7 +170,7 @@ def test_cursors_are_dropped_only_when_nothing_else_can_be_freed() -> None:
     assert bucket.free_memory() is MemoryAction.FREE, "the keys are evicted"
     assert len(partition.table) == 0
     assert bucket.free_memory() is MemoryAction.DROP
-    assert partition.snapshots.oldest == 900, "freed before the reader can come back to it"
+    assert partition.snapshots.oldest_start == 900, "freed before the reader can come back to it"
     assert bucket.free_memory() is MemoryAction.NOTHING
     assert slow.next() == BackfillNeeded(SeqNo(0), SeqNo(900))
     bucket.check_invariants()

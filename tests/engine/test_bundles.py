@@ -105,7 +105,7 @@ class Bundles(RuleBasedStateMachine):
         ]
         return [
             MutateResult(*result[2:]) if result.history_id else None
-            for result in decode_results(runs.lines)
+            for result in decode_results(runs.answer_rows)
         ]
 
     def check(
@@ -118,7 +118,7 @@ class Bundles(RuleBasedStateMachine):
         elif result.status is not Status.OK:
             # It came behind a refused run that was not sent again.
             assert result.status in (Status.TEMPORARY_FAILURE, Status.TOKEN_TOO_OLD)
-        elif result.repeated:
+        elif result.is_repeated:
             assert first_answer is not None
             assert (result.first_seq, result.last_seq, result.failures, result.counters) == (
                 first_answer.first_seq,

@@ -29,7 +29,7 @@ from upr_protocol.ids import Cas, HistoryId, Operation, PartitionId, SeqNo
 from upr_server.engine import (
     NOTHING_FETCHED,
     Bucket,
-    Fetched,
+    FetchedItems,
     FetchRequest,
     MemoryAction,
     MemoryPolicy,
@@ -148,7 +148,7 @@ class OnDisk(RuleBasedStateMachine):
     # Requests.
 
     def mutate(
-        self, rows: list[Mutation], token: WriterToken | None, fetched: Fetched
+        self, rows: list[Mutation], token: WriterToken | None, fetched: FetchedItems
     ) -> list[FetchRequest]:
         """Has the batch taken in, unless something of it must be read from disk first."""
         partition, model = self.partition, self.model
@@ -176,7 +176,7 @@ class OnDisk(RuleBasedStateMachine):
         partition, model = self.partition, self.model
         before, cas_before, picture = earlier
         if token is not None and token in self.answers:
-            assert result == msgspec.structs.replace(self.answers[token], repeated=True)
+            assert result == msgspec.structs.replace(self.answers[token], is_repeated=True)
             assert self.picture() == picture
             return
         if result.status is Status.TOKEN_TOO_OLD:
@@ -192,13 +192,13 @@ class OnDisk(RuleBasedStateMachine):
         assert (result.failures, result.counters) == (failures, counters)
         check_result(result, len(rows), before, model.high)
         assert result.first_cas > cas_before
-        assert not result.repeated
+        assert not result.is_repeated
         model.answered(result)
         if token is not None:
             self.answers[token] = result
         assert partition.high_seq == model.high
 
-    def get(self, keys: list[bytes], fetched: Fetched) -> list[FetchRequest]:
+    def get(self, keys: list[bytes], fetched: FetchedItems) -> list[FetchRequest]:
         """Has the keys read, unless the first of them must be read from disk first."""
         picture = self.picture()
         fetch_requests = self.partition.missing_keys(keys, self.time, fetched)
@@ -267,7 +267,9 @@ class OnDisk(RuleBasedStateMachine):
             assert self.get(keys, {}) == fetch_requests, "nothing has changed"
             self.asked.append(AskedGet(pin, fetch_requests, keys))
 
-    @precondition(lambda self: self.asked and self.disk.indexed >= self.partition.eviction.restored)
+    @precondition(
+        lambda self: self.asked and self.disk.indexed >= self.partition.eviction.restored_seq
+    )
     @rule(choice=CHOICES, items=st.integers(1, 8))
     def fetch(self, choice: int, items: int) -> None:
         """Reads from the disk as it is now; what it knows may be more than the partition heard."""
@@ -334,7 +336,7 @@ class OnDisk(RuleBasedStateMachine):
                 assert is_newest
                 model.store(Operation.EXPIRE, row.key)
             elif is_newest:
-                assert partition.eviction.pinned < partition.eviction.restored
+                assert partition.eviction.pinned_seq < partition.eviction.restored_seq
         assert partition.high_seq == model.high
         partition.eviction.unpin(pin)
 
@@ -385,7 +387,7 @@ class OnDisk(RuleBasedStateMachine):
     @rule(budget=st.integers(1, 12))
     def evict_tombstones(self, budget: int) -> None:
         table, eviction = self.partition.table, self.partition.eviction
-        items, known_on_disk = table.item_count, eviction.pinned
+        items, known_on_disk = table.item_count, eviction.pinned_seq
         before = {key for key, seq, is_tombstone in table if is_tombstone and seq > known_on_disk}
         eviction.evict_tombstones(budget, self.partition.high_seq)
         assert table.item_count == items, "items stay"
@@ -407,7 +409,7 @@ class OnDisk(RuleBasedStateMachine):
                 bucket.memory_policy.is_full(bucket.memory),
                 bucket.needs_collapse,
             )
-            can_free, droppable = manager.snapshots.can_free, manager.droppable()
+            can_free, droppable = manager.snapshots.can_free, manager.droppable_cursors()
             relief = bucket.free_memory(10)
             self.bucket.check_invariants()
             if relief is MemoryAction.NOTHING:
@@ -434,9 +436,9 @@ class OnDisk(RuleBasedStateMachine):
             assert bucket.memory_action() is MemoryAction.NOTHING
         else:
             assert not manager.snapshots.can_free
-            assert not manager.droppable()
+            assert not manager.droppable_cursors()
             assert not bucket.needs_collapse
-            known_on_disk = partition.eviction.pinned
+            known_on_disk = partition.eviction.pinned_seq
             assert all(seq > known_on_disk for _, seq, _ in partition.table)
             assert partition.statistics()["expiring"] <= len(partition.table) + 1024
             assert bucket.memory_action() is MemoryAction.REFUSE_CREDIT
@@ -504,7 +506,11 @@ class OnDisk(RuleBasedStateMachine):
     @invariant()
     def whole(self) -> None:
         self.bucket.check_invariants()
-        assert self.manager.snapshots.oldest <= self.manager.persistence.committed == self.disk.high
+        assert (
+            self.manager.snapshots.oldest_start
+            <= self.manager.persistence.committed_seq
+            == self.disk.high
+        )
         for key, seq, is_tombstone in self.partition.table:
             assert self.model.log[seq - 1].key == key
             assert is_tombstone == (key not in self.model.now)
@@ -512,9 +518,9 @@ class OnDisk(RuleBasedStateMachine):
     @invariant()
     def only_those_behind_the_disk_are_droppable(self) -> None:
         disk = self.manager.persistence
-        for cursor in self.manager.droppable():
+        for cursor in self.manager.droppable_cursors():
             assert cursor is not disk
-            assert cursor.oldest_entry.start < disk.oldest_entry.start == disk.committed
+            assert cursor.oldest_entry.start < disk.oldest_entry.start == disk.committed_seq
 
     def teardown(self) -> None:
         for reader in self.readers:
@@ -606,7 +612,7 @@ class Walk:
             steps.append((2, lambda: machine.register(random.random(), random.random() < 0.4)))
         if machine.asked:
             steps.append((8, lambda: machine.answer(choice)))
-            if machine.disk.indexed >= partition.eviction.restored:
+            if machine.disk.indexed >= partition.eviction.restored_seq:
                 steps.append((9, lambda: machine.fetch(choice, random.randint(1, 8))))
         if machine.due:
             steps += [(2, lambda: machine.see_what_is_due(choice))]
@@ -696,7 +702,7 @@ def test_a_sweep_for_tombstones_waits_until_it_is_worth_its_cost() -> None:
 
 
 def missing_for(
-    partition: Partition, *rows: Mutation, now: float = NOW, fetched: Fetched = NOTHING_FETCHED
+    partition: Partition, *rows: Mutation, now: float = NOW, fetched: FetchedItems = NOTHING_FETCHED
 ) -> list[FetchRequest]:
     evaluation = partition.evaluate(batch_of(Chunk.build(rows)), now=now)
     return [] if evaluation is None else evaluation.step(fetched)
@@ -778,7 +784,7 @@ def test_an_item_that_leaves_memory_between_two_slices_is_read_from_disk() -> No
     batch = batch_of(Chunk.build(rows))
     evaluation = partition.evaluate(batch, now=NOW)
     assert evaluation is not None
-    while evaluation.result.position is None:
+    while evaluation.result.content_version is None:
         assert evaluation.step(cost_max=1) == []
     assert not evaluation.is_done, "the first outcome is known, and the second is not"
     stored(partition, disk, evict=True)
@@ -843,7 +849,7 @@ def test_a_pin_is_broken_when_the_partition_begins_again() -> None:
     assert eviction.pin_count == 2
     # It keeps nothing in the table either: the index may have been truncated.
     partition.truncate(SeqNo(0))
-    assert eviction.pinned == 0
+    assert eviction.pinned_seq == 0
     for pin in before, after:
         eviction.unpin(pin)
         assert not eviction.is_pinned(pin)
@@ -925,6 +931,6 @@ def test_a_restart_remembers_the_answers_within_the_window() -> None:
             if token.counter <= 6:
                 assert again.status is Status.TOKEN_TOO_OLD
             else:
-                assert again == msgspec.structs.replace(answer, repeated=True)
+                assert again == msgspec.structs.replace(answer, is_repeated=True)
         assert partition.high_seq == len(tokens)
         partition.check_invariants()

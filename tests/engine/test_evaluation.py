@@ -21,7 +21,7 @@ from upr_protocol.errors import Status
 from upr_protocol.ids import HistoryId, Operation, PartitionState, SeqNo
 from upr_protocol.limits import BUNDLE_MUTATIONS_MAX
 from upr_server.engine import Bucket, CheckedChunk, Evaluation, MutationBatch, Partition, batch_of
-from upr_server.engine.evaluation import BLOCK_ROWS, CUT_ROWS
+from upr_server.engine.evaluation import BLOCK_ROWS, PIECE_ROWS
 from upr_server.engine.snapshots import LARGE_VALUE_BYTES
 
 LARGE: Final = 19 * 1024 * 1024
@@ -56,7 +56,7 @@ class SlicedBatches(RuleBasedStateMachine):
         index = data.draw(st.integers(0, len(self.begun) - 1))
         rows, batch, evaluation = self.begun[index]
         high = self.partition.high_seq
-        position = evaluation.result.position
+        position = evaluation.result.content_version
         if position is not None and position != self.partition.content_version:
             self.holds_expiry = True
         assert not evaluation.step(cost_max=cost)
@@ -67,7 +67,7 @@ class SlicedBatches(RuleBasedStateMachine):
             self.end_request()
             return
         expired_count = (
-            self.model.expire(evaluation.result.now) if evaluation.result.position else 0
+            self.model.expire(evaluation.result.now) if evaluation.result.content_version else 0
         )
         assert self.partition.high_seq == high + expired_count, "only what has expired is deleted"
         if evaluation.is_done:
@@ -182,7 +182,7 @@ def test_a_batch_of_many_increments_is_worked_out_in_slices(keys: int) -> None:
     costs = slices(partition, batch_of(Chunk.build(rows)), 1000)
     assert len(costs) > 30
     # A slice ends where a block of rows does.
-    assert max(costs) <= 1000 + CUT_ROWS
+    assert max(costs) <= 1000 + PIECE_ROWS
     assert partition.high_seq == BUNDLE_MUTATIONS_MAX
     item = get_item(partition, b"n0", NOW)
     assert item is not None

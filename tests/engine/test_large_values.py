@@ -125,7 +125,7 @@ def test_a_touched_value_is_copied_in_pieces_before_it_is_stored() -> None:
         step_count += 1
     assert step_count > LARGE // 40_000
     partition.mutate(batch, now=NOW, evaluation=evaluation)
-    published = evaluation.result.published[b"k"].encode().obj
+    published = evaluation.result.large_chunks[b"k"].encode().obj
     (chunk,) = [item for item in items(cursor_at(partition)) if isinstance(item, Chunk)]
     assert chunk.encode().obj is published
 

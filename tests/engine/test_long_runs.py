@@ -69,7 +69,7 @@ class Run:
             self.write()
             self.rewritten += self.manager.snapshots.open.statistics()["rewritten"] - rewritten
         elif action < 0.5:
-            start = random.randint(self.manager.snapshots.oldest, self.model.high)
+            start = random.randint(self.manager.snapshots.oldest_start, self.model.high)
             self.readers.append(Reader(self.partition, self.model, start))
         elif action < 0.53 and self.readers:
             random.choice(self.readers).cut()

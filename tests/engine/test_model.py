@@ -78,7 +78,7 @@ class Engine(RuleBasedStateMachine):
 
     @rule(share=st.floats(0, 1))
     def register(self, share: float) -> None:
-        oldest = self.manager.snapshots.oldest
+        oldest = self.manager.snapshots.oldest_start
         start = oldest + round(share * (self.model.high - oldest))
         self.readers.append(Reader(self.partition, self.model, start))
 
@@ -224,7 +224,7 @@ class Persisted(Engine):
         through = SeqNo(self.ends[index])
         del self.ends[: index + 1]
         self.manager.persistence.commit(through)
-        assert self.manager.persistence.committed == through
+        assert self.manager.persistence.committed_seq == through
 
     @precondition(lambda self: self.readers)
     @rule(data=st.data())
@@ -240,23 +240,27 @@ class Persisted(Engine):
     @rule(times=st.integers(1, 5))
     def free(self, times: int) -> None:
         for _ in range(times):
-            oldest, could = self.manager.snapshots.oldest, self.manager.snapshots.can_free
-            assert self.manager.free_oldest() == could == (self.manager.snapshots.oldest > oldest)
+            oldest, could = self.manager.snapshots.oldest_start, self.manager.snapshots.can_free
+            assert (
+                self.manager.free_oldest()
+                == could
+                == (self.manager.snapshots.oldest_start > oldest)
+            )
 
-    @precondition(lambda self: self.manager.droppable())
+    @precondition(lambda self: self.manager.droppable_cursors())
     @rule()
     def drop_furthest_back(self) -> None:
-        droppable_cursors = self.manager.droppable()
+        droppable_cursors = self.manager.droppable_cursors()
         entries = {cursor.oldest_entry for cursor in droppable_cursors}
         assert len(entries) == 1
         for cursor in droppable_cursors:
             assert cursor is not self.manager.persistence
-            assert cursor.oldest_entry.start < self.manager.persistence.committed
+            assert cursor.oldest_entry.start < self.manager.persistence.committed_seq
             self.manager.drop(cursor)
 
     @invariant()
     def nothing_uncommitted_is_freed(self) -> None:
-        assert self.manager.snapshots.oldest <= self.manager.persistence.committed
+        assert self.manager.snapshots.oldest_start <= self.manager.persistence.committed_seq
 
 
 TestEveryOperation = EveryOperation.TestCase

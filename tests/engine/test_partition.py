@@ -91,7 +91,7 @@ def test_successes_get_consecutive_numbers_and_failures_get_none() -> None:
     assert result.failures == [(1, Status.EXISTS), (3, Status.NOT_FOUND)]
     assert result.history_id == partition.failover_log.current
     assert result.status is Status.OK
-    assert not result.repeated
+    assert not result.is_repeated
     assert read(partition) == "(0,4] a@2 b@3 -there@4 ."
 
 
@@ -704,8 +704,8 @@ def test_a_batch_sent_again_has_no_second_effect() -> None:
     chunk = Chunk.build([request(INCREMENT, value=delta(1, 10)), request(DELETE, b"missing")])
     first = partition.mutate(batch_of(chunk, WRITER), now=NOW)
     again = partition.mutate(batch_of(chunk, WRITER), now=NOW + 1)
-    assert again.repeated
-    assert not first.repeated
+    assert again.is_repeated
+    assert not first.is_repeated
     assert (again.first_seq, again.first_cas) == (first.first_seq, first.first_cas)
     assert again.counters == first.counters == [(0, 10)]
     assert again.failures == first.failures == [(1, Status.NOT_FOUND)]
@@ -719,7 +719,7 @@ def test_a_batch_older_than_the_remembered_answers_is_refused() -> None:
     partition = new_partition()
     for counter in range(1, 66):
         put_as(partition, counter)
-    assert put_as(partition, 2).repeated
+    assert put_as(partition, 2).is_repeated
     high = partition.high_seq
     assert put_as(partition, 1).status is Status.TOKEN_TOO_OLD
     assert partition.high_seq == high
@@ -749,7 +749,7 @@ def test_answers_are_remembered_in_few_bytes() -> None:
     assert memory.writers < 170_000
     for counter in range(49, 65):
         again = partition.mutate(batch_of(chunk, WriterToken(bytes(16), counter)), now=NOW)
-        assert again == msgspec.structs.replace(answers[counter], repeated=True)
+        assert again == msgspec.structs.replace(answers[counter], is_repeated=True)
     partition.check_invariants()
 
 
@@ -779,7 +779,9 @@ def test_an_answer_that_an_older_server_stored_unpacked_is_read() -> None:
     )
     older = msgspec.msgpack.encode(result)
     assert unpack_result(older) == result
-    assert unpack_result(older, repeated=True) == msgspec.structs.replace(result, repeated=True)
+    assert unpack_result(older, is_repeated=True) == msgspec.structs.replace(
+        result, is_repeated=True
+    )
 
 
 def test_a_refused_state_is_not_remembered() -> None:
@@ -788,7 +790,7 @@ def test_a_refused_state_is_not_remembered() -> None:
     assert put_as(partition, 1).status is Status.WRONG_STATE
     partition.state = PartitionState.ACTIVE
     result = put_as(partition, 1)
-    assert (result.status, result.repeated) == (Status.OK, False)
+    assert (result.status, result.is_repeated) == (Status.OK, False)
 
 
 def test_batches_behind_one_that_was_put_off_are_done_after_it() -> None:
@@ -811,8 +813,8 @@ def test_a_batch_that_was_done_before_it_was_put_off_is_known() -> None:
     put_as(partition, 2)
     partition.repeated_batches.note_refused(WriterToken(bytes(16), 1))
     assert put_as(partition, 2).status is Status.TEMPORARY_FAILURE
-    assert put_as(partition, 1).repeated
-    assert put_as(partition, 2).repeated
+    assert put_as(partition, 1).is_repeated
+    assert put_as(partition, 2).is_repeated
     assert put_as(partition, 3).first_seq == 3
 
 
@@ -830,7 +832,7 @@ def run_again(partition: Partition, variants: str, attempt: int, counters: range
             token = WriterToken(bytes(16), counter)
             result = partition.mutate(batch_of(chunk, token, attempt=attempt, chain=chain), now=NOW)
             assert result.status is Status.OK or result.last_seq == partition.high_seq
-            answers.append("again" if result.repeated else result.status.name)
+            answers.append("again" if result.is_repeated else result.status.name)
     return answers
 
 
@@ -941,7 +943,7 @@ def test_a_fence_and_a_difference_in_words() -> None:
     # Those who give no chain are not asked about it.
     token = WriterToken(bytes(16), 2)
     other_chunk = chunk_of_plain_sets([b"other"], [b""])
-    assert partition.mutate(batch_of(other_chunk, token, attempt=4), now=NOW).repeated
+    assert partition.mutate(batch_of(other_chunk, token, attempt=4), now=NOW).is_repeated
     assert partition.high_seq == 3
 
 

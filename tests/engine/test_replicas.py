@@ -72,12 +72,16 @@ def test_a_replica_keeps_nothing_in_memory_that_the_disk_has() -> None:
     partition.restart_at(SeqNo(4))
     check_memory(partition, memory)
     assert memory.arrays == memory.encoded == memory.table == memory.expiries == 0
-    assert (partition.high_seq, partition.snapshot_end, partition.manager.snapshots.oldest) == (
+    assert (
+        partition.high_seq,
+        partition.snapshot_end,
+        partition.manager.snapshots.oldest_start,
+    ) == (
         4,
         4,
         4,
     )
-    assert partition.manager.persistence.committed == 4
+    assert partition.manager.persistence.committed_seq == 4
     assert partition.next_expiry() is None
     partition.restart_at(SeqNo(9), Cas(1 << 60))
     check_memory(partition, memory)
@@ -145,12 +149,20 @@ def test_a_cut_to_0_forgets_what_was_indexed_and_purged() -> None:
     partition.restart_at(SeqNo(2))
     partition.note_index_progress(SeqNo(2), 2)
     partition.purge_seq = SeqNo(1)
-    assert partition.indexed_items == 2
+    assert partition.indexed_item_count == 2
     partition.truncate(SeqNo(2))
-    assert (partition.purge_seq, partition.indexed_items, partition.eviction.indexed) == (1, 2, 2)
+    assert (partition.purge_seq, partition.indexed_item_count, partition.eviction.indexed_seq) == (
+        1,
+        2,
+        2,
+    )
     partition.truncate(SeqNo(0))
     assert partition.high_seq == 0
-    assert (partition.purge_seq, partition.indexed_items, partition.eviction.indexed) == (0, 0, 0)
+    assert (partition.purge_seq, partition.indexed_item_count, partition.eviction.indexed_seq) == (
+        0,
+        0,
+        0,
+    )
 
 
 @pytest.mark.parametrize(

@@ -82,7 +82,7 @@ def has_come_to(partition: Partition, seq: SeqNo) -> bool:
 
 
 def is_indexed(partition: Partition) -> bool:
-    return partition.eviction.indexed >= partition.high_seq
+    return partition.eviction.indexed_seq >= partition.high_seq
 
 
 async def same(group: TestCluster) -> None:
@@ -498,7 +498,7 @@ async def test_answers_to_publishers_survive_a_failover() -> None:
             active = group.nodes[group.map.partitions[partition].active].held[partition]
             token = WriterToken(writer, counter)
             again = active.mutate(batch_of(batches[-1][1], token), now=1e9)
-            assert again.repeated, "it has no second effect"
+            assert again.is_repeated, "it has no second effect"
             assert again.counters == [(0, 20)]
 
 

@@ -215,7 +215,7 @@ async def test_a_full_disk_drops_the_answers_of_the_batches_that_it_drops(
         assert follower.partition.high_seq == 1
         chunk = Chunk.build([Mutation(Operation.SET, b"2", b"value")])
         result = follower.partition.mutate(batch_of(chunk, token), now=NOW)
-        assert not result.repeated
+        assert not result.is_repeated
         assert follower.partition.high_seq == 2
         (row,) = follower.partition.get([b"2"], NOW)
         assert row.value == b"value"
@@ -543,7 +543,7 @@ async def test_a_partition_that_is_not_active_any_more_keeps_nothing_in_memory(
         assert len(follower.partition.table) == 3
         await follower.assign(assignment)
         assert len(follower.partition.table) == 0
-        assert follower.partition.snapshots.oldest == follower.partition.high_seq == 5
+        assert follower.partition.snapshots.oldest_start == follower.partition.high_seq == 5
 
 
 async def test_a_new_active_gives_higher_cas_values_than_the_old_one(

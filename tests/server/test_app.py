@@ -74,7 +74,7 @@ async def test_a_bucket_at_rest_is_indexed_soon_after_an_update(
             await trio.sleep(30.0)
             partition.mutate(batch_of(batch(index, 1)), now=0.0)
             await trio.sleep(2.0)
-            assert partition.eviction.indexed == partition.high_seq == index
+            assert partition.eviction.indexed_seq == partition.high_seq == index
         if events:
             # Each is left alone but for its updates, and a look now and then.
             looks.clear()

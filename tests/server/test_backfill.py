@@ -99,7 +99,7 @@ class Model:
         while True:
             while manager.free_oldest():
                 pass
-            cursors = manager.droppable()
+            cursors = manager.droppable_cursors()
             if not cursors:
                 break
             for cursor in cursors:
@@ -224,7 +224,7 @@ async def test_disk_first_then_memory(autojump_clock: trio.testing.MockClock) ->
             model.write(*items(turn * 50, 50))
             await model.persist()
         model.forget()
-        assert model.partition.snapshots.oldest == 300
+        assert model.partition.snapshots.oldest_start == 300
         reader = Reader(model)
         await reader.read()
         assert (reader.kinds, reader.ends) == ([SnapshotKind.DISK], [300])

@@ -111,7 +111,7 @@ async def test_a_commit_ends_with_a_snapshot_though_more_comes_while_it_is_colle
 async def read_all(store: SimulatedStore, partition: Partition) -> list[Chunk]:
     """What is on disk of a partition."""
     chunks: list[Chunk] = []
-    end = partition.manager.persistence.committed
+    end = partition.manager.persistence.committed_seq
     while not chunks or chunks[-1].end < end:
         after = chunks[-1].end if chunks else SeqNo(0)
         chunks += await store.ask(ReadChunks(BUCKET, partition.id, after, end, 1 << 30))
@@ -394,7 +394,7 @@ async def test_deletions_may_be_kept_for_ever(autojump_clock: trio.testing.MockC
         partition = server.catalog.bucket(BUCKET).partitions[0]
         partition.mutate(batch_of(Chunk.build([Mutation(Operation.DELETE, b"k")])), now=NOW)
         await trio.sleep(10)
-        assert partition.eviction.indexed == partition.high_seq, "maintenance goes on"
+        assert partition.eviction.indexed_seq == partition.high_seq, "maintenance goes on"
         assert partition.purge_seq == 0
 
 

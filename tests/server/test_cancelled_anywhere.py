@@ -307,7 +307,7 @@ async def test_a_disk_that_cannot_be_asked_yet(server: Server, autojump_clock: M
 
     async def work() -> None:
         put(partition, b"key-%d" % next(numbers))
-        partition.eviction.restored = partition.high_seq
+        partition.eviction.restored_seq = partition.high_seq
         await disk.maintenance.wait_until_indexed(partition)
 
     def look() -> None:

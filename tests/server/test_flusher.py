@@ -146,7 +146,7 @@ async def test_a_commit_begins_soon_after_the_first_change_that_none_contains(
         await trio.sleep(1.0)
         begins = [begin - began for begin in run.store.begins]
         assert begins == pytest.approx(expected_begins(changes, commit_s), abs=1e-6)
-        assert run.partition.manager.persistence.committed == run.partition.high_seq
+        assert run.partition.manager.persistence.committed_seq == run.partition.high_seq
         assert len(run.commit_times) == len(begins)
 
 
@@ -472,7 +472,7 @@ async def test_commits_wait_for_an_index_that_can_move(
             """Whether a change of the second partition gets to disk."""
             put(second, b"%d" % second.high_seq)
             await trio.sleep(1.0)
-            return second.manager.persistence.committed == second.high_seq
+            return second.manager.persistence.committed_seq == second.high_seq
 
         put(first, *(b"%d" % number for number in range(6)))
         await trio.sleep(1.0)
@@ -482,18 +482,18 @@ async def test_commits_wait_for_an_index_that_can_move(
         flusher.set_index_stuck(P0, True)
         assert flusher.unindexed_count() == 0
         await trio.sleep(1.0)
-        assert second.manager.persistence.committed == 1
+        assert second.manager.persistence.committed_seq == 1
         flusher.set_index_stuck(P0, False)
         assert not await is_written()
         flusher.set_index_can_move(False)
         await trio.sleep(1.0)
-        assert second.manager.persistence.committed == 2
+        assert second.manager.persistence.committed_seq == 2
         flusher.set_index_can_move(True)
         assert not await is_written()
         first.note_index_progress(SeqNo(6), 6)
         flusher.set_index_can_move(True)
         await trio.sleep(1.0)
-        assert second.manager.persistence.committed == 3
+        assert second.manager.persistence.committed_seq == 3
 
 
 async def test_a_stop_writes_everything_at_once_however_far_behind_the_index_is(

@@ -201,7 +201,7 @@ async def test_the_streams_of_a_consumer_that_leaves_are_closed_some_in_each_ste
             trio.lowlevel.remove_instrument(close)
         assert close.longest == STEP_STREAMS
         # What is left is the flusher's cursor.
-        assert all(len(partition.manager.snapshots.readers) == 1 for partition in partitions)
+        assert all(len(partition.manager.snapshots.cursors) == 1 for partition in partitions)
 
 
 class LongestSend(trio.abc.Instrument):

@@ -247,7 +247,7 @@ def _set_runs(
     down."""
     runs = apply_set_runs(bucket, columns, directory, *args, first_row=first_row, **options)
     rows, high = list(columns.chunk), first_row
-    for run, result in zip(decode_runs(directory), decode_results(runs.lines), strict=True):
+    for run, result in zip(decode_runs(directory), decode_results(runs.answer_rows), strict=True):
         low, high = high, high + run.row_count
         if result.history_id:
             numbered = enumerate(rows[low:high], result.first_seq)

@@ -216,7 +216,7 @@ class BucketCatalog:
             "bucket recovered",
             bucket=record.name,
             partitions=record.partition_count,
-            mutations=sum(image.high for image in images),
+            mutations=sum(image.high_seq for image in images),
             after="a clean stop" if stored_bucket.is_clean else "an unclean stop: new histories",
         )
         bucket = self.buckets.create(

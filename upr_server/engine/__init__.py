@@ -22,7 +22,7 @@ from upr_server.engine.bucket import (
 from upr_server.engine.evaluation import Evaluation
 from upr_server.engine.lookup import (
     NOTHING_FETCHED,
-    Fetched,
+    FetchedItems,
     FetchRequest,
     damaged_item,
     is_damaged,
@@ -63,7 +63,7 @@ __all__ = [
     "CursorItem",
     "Evaluation",
     "FetchRequest",
-    "Fetched",
+    "FetchedItems",
     "MemoryAccount",
     "MemoryAction",
     "MemoryPolicy",

@@ -103,7 +103,7 @@ class Bucket:
         "_is_exhausted",
         "_next_to_free",
         "_on_collapsible",
-        "_unmade",
+        "_partitions_to_make",
         "incarnation",
         "memory",
         "memory_policy",
@@ -140,7 +140,7 @@ class Bucket:
         self._next_to_free = 0
         self.partitions: tuple[Partition, ...] = ()
         self.open_rows: tuple[OpenRows, ...] = ()
-        self._unmade = (
+        self._partitions_to_make = (
             Partition(
                 PartitionId(partition_id),
                 new_history_id,
@@ -159,7 +159,7 @@ class Bucket:
     def make_partitions(self) -> Iterator[None]:
         """Makes its partitions, some in each step."""
         partitions: list[Partition] = []
-        for partition in self._unmade:
+        for partition in self._partitions_to_make:
             partitions.append(partition)
             if len(partitions) % STEP_PARTITIONS == 0:
                 yield
@@ -216,9 +216,9 @@ class Bucket:
         if not self.partitions:
             # The bucket was deleted. A reader of it may still close a snapshot.
             return
-        was_wanted = self.needs_collapse
+        needed_collapse = self.needs_collapse
         self._collapsible[partition_id] = None
-        if not was_wanted and self._on_collapsible is not None:
+        if not needed_collapse and self._on_collapsible is not None:
             self._on_collapsible()
 
     def memory_action(self) -> MemoryAction:
@@ -263,9 +263,9 @@ class Bucket:
             yield self.partitions[self._next_to_free]
 
     def _collapse(self, budget: int) -> bool:
-        was_wanted = self.needs_collapse
+        needed_collapse = self.needs_collapse
         self.collapse_step(budget)
-        return was_wanted
+        return needed_collapse
 
     def _free_snapshots(self, _budget: int) -> bool:
         freed_count = 0
@@ -285,7 +285,7 @@ class Bucket:
         """Cursor drop: of the first partition that has any, drops the droppable cursors furthest
         back."""
         for partition in self._from_next():
-            droppable_cursors = partition.manager.droppable()
+            droppable_cursors = partition.manager.droppable_cursors()
             for cursor in droppable_cursors:
                 partition.manager.drop(cursor)
             if droppable_cursors:

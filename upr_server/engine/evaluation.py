@@ -25,7 +25,7 @@ from upr_server.engine.batch import MutationBatch
 from upr_server.engine.lookup import (
     NOT_FETCHED,
     NOTHING_FETCHED,
-    Fetched,
+    FetchedItems,
     FetchRequest,
     ItemLookup,
     is_damaged,
@@ -42,10 +42,10 @@ from upr_server.engine.snapshots import (
 
 UNLIMITED_COST: Final = 1 << 62
 
-CUT_COST: Final = 2
+ROW_COST: Final = 2
 """What it costs to make a row of one operation, in rows of a plain batch: some 0.5 µs each."""
 
-MISSING_COST: Final = 3
+FETCH_CHECK_COST: Final = 3
 """What it costs to find out whether an operation needs the disk."""
 
 OUTCOME_COST: Final = 12
@@ -80,8 +80,8 @@ CHUNK_COST: Final = 32
 RESTARTS_MIN: Final = 3
 """Restarts after which the slices become longer."""
 
-CUT_ROWS: Final = 256
-CUT_BYTES: Final = 256 * 1024
+PIECE_ROWS: Final = 256
+PIECE_BYTES: Final = 256 * 1024
 """Rows are made so many at a time, unless one of them is larger."""
 
 
@@ -90,12 +90,12 @@ class ContentVersion(NamedTuple):
 
     Attributes:
         history_id: The history.
-        high: The high number.
+        high_seq: The high number.
         last_cas: The highest CAS given.
     """
 
     history_id: HistoryId
-    high: SeqNo
+    high_seq: SeqNo
     last_cas: Cas
 
 
@@ -137,7 +137,8 @@ class EvaluationResult:
 
     Attributes:
         now: See above.
-        position: Where the partition stood when the outcomes were worked out; None before that.
+        content_version: Where the partition stood when the outcomes were worked out; None before
+            that.
         copied_bytes: The bytes of values that were found and joined.
         first_seq: The number of the first success.
         last_seq: The number of the last.
@@ -146,36 +147,36 @@ class EvaluationResult:
         counters: As in `MutateResult`.
         rows: What is to be stored, one mutation a key, by rising number; each with whether it is a
             counter.
-        published: Rows with large values, as published chunks of their own, by key.
+        large_chunks: Rows with large values, as published chunks of their own, by key.
         arrays: The rows that are no counters, in arrays; None for a short batch.
         counter_rows: The others of a long batch.
     """
 
     __slots__ = (
         "arrays",
+        "content_version",
         "copied_bytes",
         "counter_rows",
         "counters",
         "failures",
         "first_cas",
         "first_seq",
+        "large_chunks",
         "last_seq",
         "now",
-        "position",
-        "published",
         "rows",
     )
 
     def __init__(self, now: float) -> None:
         self.now = now
-        self.position: ContentVersion | None = None
+        self.content_version: ContentVersion | None = None
         self.copied_bytes = 0
         self.first_seq = self.last_seq = SeqNo(0)
         self.first_cas = Cas(0)
         self.failures: list[tuple[int, Status]] = []
         self.counters: list[tuple[int, int]] = []
         self.rows: list[tuple[Mutation, bool]] = []
-        self.published: dict[bytes, Chunk] = {}
+        self.large_chunks: dict[bytes, Chunk] = {}
         self.arrays: list[EvaluatedArray] | None = None
         self.counter_rows: list[Mutation] = []
 
@@ -207,13 +208,13 @@ class Evaluation:
         self._partition = partition
         self._restarts = 0
         self.result = EvaluationResult(now)
-        self._work = _Work(batch, partition, lookup, self.result)
+        self._work = _EvaluationSteps(batch, partition, lookup, self.result)
         self._steps: Iterator[list[FetchRequest]] | None = None
         self.is_done = False
         self.cost = 0
 
     def step(
-        self, fetched_items: Fetched = NOTHING_FETCHED, cost_max: int = UNLIMITED_COST
+        self, fetched_items: FetchedItems = NOTHING_FETCHED, cost_max: int = UNLIMITED_COST
     ) -> list[FetchRequest]:
         """Goes on with the work, until it is done or something is missing.
 
@@ -228,11 +229,14 @@ class Evaluation:
             What must be read from disk before it can go on.
         """
         result, work = self.result, self._work
-        if result.position is not None and result.position != self._partition.content_version:
+        if (
+            result.content_version is not None
+            and result.content_version != self._partition.content_version
+        ):
             # An outcome rests on what its key held. After any change all of them are worked out
             # again: to find those that still hold would cost as much. The rows that were cut stay.
             self.is_done = False
-            result.position = None
+            result.content_version = None
             self._steps = None
             self._restarts += 1
             # Others wait while this one is worked out, but items expire meanwhile: thousands, one
@@ -257,7 +261,7 @@ class Evaluation:
         return []
 
 
-class _Work:
+class _EvaluationSteps:
     """The work on one batch, in steps.
 
     Args:
@@ -297,17 +301,17 @@ class _Work:
         self._result = result
         self._requests: list[Mutation] = []
         self._pending_items: dict[bytes, _PendingItem] = {}
-        self.fetched_items: Fetched = NOTHING_FETCHED
+        self.fetched_items: FetchedItems = NOTHING_FETCHED
         self.cost_left = self.cost_max = 0
 
     def steps(self) -> Iterator[list[FetchRequest]]:
         """The whole work. It yields what is missing, and nothing where a slice ends."""
-        yield from self._cut()
+        yield from self._make_rows()
         while True:
             yield from self._fetch()
             # In this order: an expiry takes a number, and so moves the position.
             self._partition.expire_due(self._result.now)
-            self._result.position = self._partition.content_version
+            self._result.content_version = self._partition.content_version
             if (yield from self._find_outcomes()):
                 break
         yield from self._join()
@@ -317,13 +321,13 @@ class _Work:
             # To store it takes about half of a slice, and cannot be divided.
             yield []
 
-    def _cut(self) -> Iterator[list[FetchRequest]]:
+    def _make_rows(self) -> Iterator[list[FetchRequest]]:
         """Makes the rows."""
         batch, requests = self._batch, self._requests
         while len(requests) < len(batch):
-            piece = batch.piece(len(requests), CUT_ROWS, CUT_BYTES)
+            piece = batch.piece(len(requests), PIECE_ROWS, PIECE_BYTES)
             requests += piece
-            self.cost_left -= CUT_COST * piece.count + piece.nbytes // BYTES_PER_COST
+            self.cost_left -= ROW_COST * piece.count + piece.nbytes // BYTES_PER_COST
             if self.cost_left <= 0:
                 yield []
 
@@ -340,7 +344,7 @@ class _Work:
                     if misfits and index in misfits:
                         continue
                     needs_fetch(operation, now, self.fetched_items, fetch_requests)
-                self.cost_left -= MISSING_COST * len(block)
+                self.cost_left -= FETCH_CHECK_COST * len(block)
                 if self.cost_left <= 0:
                     yield []
             if not fetch_requests:
@@ -364,12 +368,12 @@ class _Work:
             Whether it came to the end. Else an item has left memory since `_fetch` saw it there.
         """
         result = self._result
-        assert result.position is not None
+        assert result.content_version is not None
         item_for, now, misfits = self._lookup.item_for, result.now, self._batch.misfits
         pending_items = self._pending_items = {}
         failures = result.failures = []
         counters = result.counters = []
-        seq = result.first_seq = SeqNo(result.position.high + 1)
+        seq = result.first_seq = SeqNo(result.content_version.high_seq + 1)
         cas = result.first_cas = self._partition.next_cas(now)
         for index, operation in enumerate(self._requests):
             key = operation.key
@@ -379,8 +383,8 @@ class _Work:
                 continue
             # A plain `SET` succeeds whatever the key held, so its item is not looked up.
             if not is_plain_set(operation):
-                earlier = pending_items.get(key)
-                if earlier is None:
+                pending_item = pending_items.get(key)
+                if pending_item is None:
                     item = mutation = item_for(operation, now, self.fetched_items)
                     if mutation is NOT_FETCHED:
                         return False
@@ -389,10 +393,10 @@ class _Work:
                             failures.append((index, Status.DAMAGED))
                             continue
                         self._has_copied(len(mutation.value))
-                elif earlier.op == Operation.SET and not 0 < earlier.expiry <= now:
+                elif pending_item.op == Operation.SET and not 0 < pending_item.expiry <= now:
                     # What the batch itself stored counts, unless it had expired when it came: once
                     # stored, such an item would read as missing.
-                    item = earlier
+                    item = pending_item
             outcome = operation_outcome(operation, item)
             if isinstance(outcome, Status):
                 # It takes no number: those of the successes must follow on.
@@ -421,7 +425,7 @@ class _Work:
     def _join(self) -> Iterator[list[FetchRequest]]:
         """Makes the rows that are to be stored."""
         rows = self._result.rows = []
-        self._result.published = {}
+        self._result.large_chunks = {}
         self._result.arrays = None
         self._result.counter_rows = []
         for key, item in self._pending_items.items():
@@ -439,7 +443,7 @@ class _Work:
                     item.is_counter,
                 )
             )
-            self.cost_left -= CUT_COST
+            self.cost_left -= ROW_COST
             if self.cost_left <= 0:
                 yield []
         self._pending_items = {}
@@ -455,10 +459,10 @@ class _Work:
         for piece in value.pieces(JOINED_BYTES):
             row.add(piece)
             self._has_copied(len(piece))
-            self.cost_left -= CUT_COST
+            self.cost_left -= ROW_COST
             if self.cost_left <= 0:
                 yield []
-        chunk = self._result.published[key] = row.chunk()
+        chunk = self._result.large_chunks[key] = row.chunk()
         return chunk.shared_mutation(0).value
 
     def _make_arrays(self) -> Iterator[list[FetchRequest]]:
@@ -493,9 +497,9 @@ class _Work:
         """Arrays of documents that stand alone, and one of those behind them."""
         if singles:
             self.cost_left -= SINGLE_COST * len(singles)
-            published = self._result.published
+            large_chunks = self._result.large_chunks
             yield EvaluatedArray(
-                singles, singles=[SingleArray(row, published.get(row.key)) for row in singles]
+                singles, singles=[SingleArray(row, large_chunks.get(row.key)) for row in singles]
             )
         if documents:
             self.cost_left -= CHUNK_COST + ARRAY_COST * len(documents) + nbytes // BYTES_PER_COST

@@ -22,13 +22,13 @@ class KeyEviction:
     Args:
         table: The partition's hash table.
         expiries: When its items expire.
-        restored: Where the partition began, with an empty table.
-        indexed: The disk's index knows the newest mutation up to here of every key.
+        restored_seq: Where the partition began, with an empty table.
+        indexed_seq: The disk's index knows the newest mutation up to here of every key.
 
     Attributes:
-        restored: The number with which the partition began here: the disk cannot be asked for a
-            key until `indexed` has come to it.
-        indexed: The disk's index knows the newest mutation up to here of every key.
+        restored_seq: The number with which the partition began here: the disk cannot be asked for a
+            key until `indexed_seq` has come to it.
+        indexed_seq: The disk's index knows the newest mutation up to here of every key.
         has_evicted: Whether the disk may know items whose keys the table does not.
     """
 
@@ -44,27 +44,28 @@ class KeyEviction:
         "_tombstones_left",
         "_tombstones_through",
         "has_evicted",
-        "indexed",
-        "restored",
+        "indexed_seq",
+        "restored_seq",
     )
 
     def __init__(
-        self, table: HashTable, expiries: ExpiryIndex, restored: SeqNo, indexed: SeqNo
+        self, table: HashTable, expiries: ExpiryIndex, restored_seq: SeqNo, indexed_seq: SeqNo
     ) -> None:
         self._table = table
         self._expiries = expiries
-        self.indexed = indexed
-        self.restored = restored
-        self.has_evicted = restored > 0
+        self.indexed_seq = indexed_seq
+        self.restored_seq = restored_seq
+        self.has_evicted = restored_seq > 0
         # Whether keys were evicted since their entries left the index of expiry times.
         self._has_stale_expiries = False
-        # Keys that the sweep under way has still to look at, and what `indexed` was at its start.
+        # Keys that the sweep under way has still to look at, and what `indexed_seq` was at its
+        # start.
         self._sweep_left = 0
         self._sweep_through = _NEVER
         # The same for the sweep for tombstones.
         self._tombstones_left = 0
         self._tombstones_through = _NEVER
-        # Fetches under way: what `indexed` was when each began.
+        # Fetches under way: what `indexed_seq` was when each began.
         self._pins: dict[int, SeqNo] = {}
         # Those that began before the partition last began again.
         self._broken_pins: set[int] = set()
@@ -75,7 +76,7 @@ class KeyEviction:
         that has changed during a fetch is no longer found in the table."""
         self._broken_pins.update(self._pins)
         self._pins.clear()
-        self.restored = seq
+        self.restored_seq = seq
         self.has_evicted = seq > 0
         self._sweep_left = self._tombstones_left = 0
         self._tombstones_through = _NEVER
@@ -83,7 +84,7 @@ class KeyEviction:
     @property
     def is_index_ready(self) -> bool:
         """Whether the disk's index knows every key that the table does not."""
-        return self.indexed >= self.restored
+        return self.indexed_seq >= self.restored_seq
 
     # Pins.
 
@@ -98,7 +99,7 @@ class KeyEviction:
             The pin, for `unpin`.
         """
         pin = next(self._next_pin)
-        self._pins[pin] = self.indexed
+        self._pins[pin] = self.indexed_seq
         return pin
 
     def is_pinned(self, pin: int) -> bool:
@@ -119,9 +120,9 @@ class KeyEviction:
         return len(self._pins) + len(self._broken_pins)
 
     @property
-    def pinned(self) -> SeqNo:
+    def pinned_seq(self) -> SeqNo:
         """No key above this number may be evicted now."""
-        return min(self._pins.values(), default=self.indexed)
+        return min(self._pins.values(), default=self.indexed_seq)
 
     # Evicting.
 
@@ -133,10 +134,10 @@ class KeyEviction:
             How many were looked at; 0 when nothing can be forgotten until more is indexed.
         """
         if not self._sweep_left:
-            cleaned = self._clean_expiries(budget)
-            if cleaned:
-                return cleaned
-            through = self.pinned
+            looked_at = self._clean_expiries(budget)
+            if looked_at:
+                return looked_at
+            through = self.pinned_seq
             if through == self._sweep_through:
                 return 0  # the last sweep forgot all that this one could
             self._sweep_through = through
@@ -148,7 +149,8 @@ class KeyEviction:
             self._sweep_left = 0
             return 0
         self._sweep_left -= looked_at
-        # Pins taken since the sweep began need no look: `indexed` only rises, so they allow this.
+        # Pins taken since the sweep began need no look: `indexed_seq` only rises, so they allow
+        # this.
         if self._table.evict(self._sweep_through, looked_at):
             self.has_evicted = self._has_stale_expiries = True
         return looked_at
@@ -161,7 +163,7 @@ class KeyEviction:
             self._expiries.begin_cleaning()
         return self._expiries.clean(budget)
 
-    def evict_tombstones(self, budget: int, high: SeqNo) -> int:
+    def evict_tombstones(self, budget: int, high_seq: SeqNo) -> int:
         """Goes on with a sweep of the table for tombstones, or begins one if the index knows all
         there is and the sweep is worth its cost: looks at `budget` keys, and forgets the tombstones
         that the disk's index knew when it began.
@@ -171,16 +173,16 @@ class KeyEviction:
 
         Args:
             budget: How many keys to look at.
-            high: The partition's high number.
+            high_seq: The partition's high number.
 
         Returns:
             How many were looked at; 0 when there is nothing to do now.
         """
         if not self._tombstones_left:
-            through = self.pinned
+            through = self.pinned_seq
             # While writes come, a sweep would mostly pass tombstones that the index does not know,
             # and a table that grows would have to move its keys twice.
-            is_due = self._tombstones_through < through and through >= high
+            is_due = self._tombstones_through < through and through >= high_seq
             tombstones = self._table.tombstone_count
             if not (is_due and tombstones > TOMBSTONES_SHARE_MIN * len(self._table)):
                 return 0

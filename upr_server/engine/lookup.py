@@ -18,12 +18,12 @@ from upr_server.engine.hash_table import HashTable
 from upr_server.engine.operations import READS
 from upr_server.engine.snapshots import Cursor, SnapshotList
 
-Fetched = Mapping[bytes, Mutation | None]
+FetchedItems = Mapping[bytes, Mutation | None]
 """What was read from disk, by key: the newest mutation, or None for a key that is missing. Where
 the request needed no value, the mutation has its number and expiry time and no CAS. A key whose
 record is damaged has a `damaged_item`."""
 
-NOTHING_FETCHED: Final[Fetched] = {}
+NOTHING_FETCHED: Final[FetchedItems] = {}
 
 
 class FetchRequest(msgspec.Struct, frozen=True):
@@ -56,7 +56,7 @@ def is_damaged(item: Mutation) -> bool:
     return item.op == Operation.DELETE and item.flags == Status.DAMAGED
 
 
-class Residence(Enum):
+class KeyLocation(Enum):
     """Where the newest mutation of a key is."""
 
     ABSENT = auto()
@@ -73,15 +73,15 @@ class Residence(Enum):
 
 
 # An enum's attributes are slow to look up.
-_ABSENT: Final = Residence.ABSENT
-_MEMORY: Final = Residence.MEMORY
-_DISK: Final = Residence.DISK
-_UNKNOWN: Final = Residence.UNKNOWN
+_ABSENT: Final = KeyLocation.ABSENT
+_MEMORY: Final = KeyLocation.MEMORY
+_DISK: Final = KeyLocation.DISK
+_UNKNOWN: Final = KeyLocation.UNKNOWN
 
 NOT_FETCHED: Final = Mutation(Operation.SET, b"")
 """Stands for an item that must be read from disk first."""
 
-_SOME_ITEM: Final = Mutation(Operation.SET, b"")
+_EXISTING_ITEM: Final = Mutation(Operation.SET, b"")
 """Stands for an item of which an operation only needs to know that it exists."""
 
 
@@ -118,7 +118,7 @@ class ItemLookup:
         self,
         operation: Mutation,
         now: float,
-        fetched_items: Fetched,
+        fetched_items: FetchedItems,
         requests: dict[bytes, FetchRequest],
     ) -> None:
         """Adds to `requests` what must be read from disk before an operation can be applied.
@@ -138,7 +138,7 @@ class ItemLookup:
             requests[key] = request
 
     def missing_for_get(
-        self, keys: Sequence[bytes], now: float, fetched_items: Fetched
+        self, keys: Sequence[bytes], now: float, fetched_items: FetchedItems
     ) -> list[FetchRequest]:
         """What must be read from disk before a `get` of `keys` has an answer. O(keys).
 
@@ -155,68 +155,70 @@ class ItemLookup:
         return [request for request in requests if request is not None]
 
     def _fetch_request(
-        self, key: bytes, now: float, fetched_items: Fetched, *, needs_value: bool
+        self, key: bytes, now: float, fetched_items: FetchedItems, *, needs_value: bool
     ) -> FetchRequest | None:
-        residence, seq = self._locate(key)
-        if residence is _ABSENT or residence is _MEMORY:
+        location, seq = self._locate(key)
+        if location is _ABSENT or location is _MEMORY:
             return None
         # An item at a known number exists. Whether it has expired matters only if anything has.
-        if residence is _DISK and not needs_value and not self._expiries.is_due(now):
+        if location is _DISK and not needs_value and not self._expiries.is_due(now):
             return None
         if self._fetched_item(key, seq, fetched_items, needs_value=needs_value) is not NOT_FETCHED:
             return None
         # A known number is read from the log, which gives the whole mutation anyway.
-        return FetchRequest(key, seq, needs_value or residence is _DISK)
+        return FetchRequest(key, seq, needs_value or location is _DISK)
 
     # What is there.
 
-    def find(self, key: bytes, now: float, fetched_items: Fetched) -> Mutation | None:
+    def find(self, key: bytes, now: float, fetched_items: FetchedItems) -> Mutation | None:
         """What the key holds; None when it is missing or has expired. O(log mutations).
 
         Returns:
             The mutation; a `damaged_item`; or `NOT_FETCHED` when it must be read from disk first.
         """
-        residence, seq = self._locate(key)
-        if residence is _ABSENT:
+        location, seq = self._locate(key)
+        if location is _ABSENT:
             return None
-        if residence is _MEMORY:
+        if location is _MEMORY:
             item: Mutation | None = self._snapshots.find(seq)
         else:
             item = self._fetched_item(key, seq, fetched_items, needs_value=True)
         return None if item is None or 0 < item.expiry <= now else item
 
-    def item_for(self, operation: Mutation, now: float, fetched_items: Fetched) -> Mutation | None:
+    def item_for(
+        self, operation: Mutation, now: float, fetched_items: FetchedItems
+    ) -> Mutation | None:
         """What the operation's key holds, as far as the operation needs to know; None when it is
         missing or has expired; a `damaged_item` when nobody can tell; `NOT_FETCHED` when it must be
         read from disk first."""
-        residence, seq = self._locate(operation.key)
-        if residence is _ABSENT:
+        location, seq = self._locate(operation.key)
+        if location is _ABSENT:
             return None
         needs_value = _needs_value(operation)
         # Finding a mutation costs more than all else here. When nothing has expired, an item that
         # need only exist exists.
         needs_item = needs_value or self._expiries.is_due(now)
-        if residence is _MEMORY:
-            item: Mutation | None = self._snapshots.find(seq) if needs_item else _SOME_ITEM
-        elif residence is _DISK and not needs_item:
+        if location is _MEMORY:
+            item: Mutation | None = self._snapshots.find(seq) if needs_item else _EXISTING_ITEM
+        elif location is _DISK and not needs_item:
             # The table knows that there is one, though its record may be damaged.
-            item = _SOME_ITEM
+            item = _EXISTING_ITEM
         else:
             item = self._fetched_item(operation.key, seq, fetched_items, needs_value=needs_value)
         return None if item is None or 0 < item.expiry <= now else item
 
-    def _locate(self, key: bytes) -> tuple[Residence, int]:
+    def _locate(self, key: bytes) -> tuple[KeyLocation, int]:
         """Where the newest mutation of `key` is, and its number, where it is known. O(1)."""
         seq, is_tombstone = self._table.newest(key)
         if not seq:
             return (_UNKNOWN if self._eviction.has_evicted else _ABSENT), 0
         if is_tombstone:
             return _ABSENT, seq
-        return (_MEMORY if seq > self._snapshots.oldest else _DISK), seq
+        return (_MEMORY if seq > self._snapshots.oldest_start else _DISK), seq
 
     @staticmethod
     def _fetched_item(
-        key: bytes, seq: int, fetched_items: Fetched, *, needs_value: bool
+        key: bytes, seq: int, fetched_items: FetchedItems, *, needs_value: bool
     ) -> Mutation | None:
         """What was fetched for `key`, if it serves; else `NOT_FETCHED`.
 

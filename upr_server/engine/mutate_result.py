@@ -25,7 +25,7 @@ class MutateResult(msgspec.Struct, frozen=True, gc=False):
         first_cas: The first success's CAS.
         failures: Index in the batch and reason, for each that failed.
         counters: Index in the batch and new value, for each increment or decrement that succeeded.
-        repeated: Whether this answer was given before: the batch had its effect then.
+        is_repeated: Whether this answer was given before: the batch had its effect then.
         status: `OK`, or why the batch as a whole was refused, without any effect: `WRONG_STATE`,
             `TOKEN_TOO_OLD`, `SUPERSEDED`, `REPLAY_DIFFERS`, or `TEMPORARY_FAILURE` when an earlier
             batch of the publisher was refused and must come first.
@@ -39,19 +39,19 @@ class MutateResult(msgspec.Struct, frozen=True, gc=False):
     first_cas: Cas
     failures: list[tuple[int, Status]] = []
     counters: list[tuple[int, int]] = []
-    repeated: bool = False
+    is_repeated: bool = False
     status: Status = Status.OK
     chain: int = 0
     attempt: int = 0
 
 
-class _Packed(msgspec.Struct, frozen=True, array_like=True):
+class _PackedResult(msgspec.Struct, frozen=True, array_like=True):
     """A result as it is remembered: with a thousand counters it takes 3 to 10 KB, not 120.
 
     Attributes:
-        failed: The distance of each failure from the one before it, in the batch.
+        failure_gaps: The distance of each failure from the one before it, in the batch.
         reasons: Why each failed, a byte each.
-        counted: The distance of each counter from the one before it, in the batch.
+        counter_gaps: The distance of each counter from the one before it, in the batch.
         values: The counters' values.
         chain: As in `MutateResult`.
         attempt: As in `MutateResult`.
@@ -61,16 +61,16 @@ class _Packed(msgspec.Struct, frozen=True, array_like=True):
     first_seq: SeqNo
     last_seq: SeqNo
     first_cas: Cas
-    failed: list[int]
+    failure_gaps: list[int]
     reasons: bytes
-    counted: list[int]
+    counter_gaps: list[int]
     values: list[int]
     chain: int
     attempt: int
 
 
 _encode: Final = msgspec.msgpack.Encoder().encode
-_decode: Final = msgspec.msgpack.Decoder(_Packed).decode
+_decode: Final = msgspec.msgpack.Decoder(_PackedResult).decode
 _decode_map: Final = msgspec.msgpack.Decoder(MutateResult).decode
 
 _MAP_HEADS: Final = range(0x80, 0x90)
@@ -84,7 +84,7 @@ def _gaps(rows: Sequence[tuple[int, int]]) -> list[int]:
 def pack_result(result: MutateResult) -> bytes:
     """The result of a batch that was not refused, in few bytes, as memory, disk and replicas keep
     it. O(failures + counters)."""
-    # As a tuple, for speed: the fields of `_Packed`.
+    # As a tuple, for speed: the fields of `_PackedResult`.
     failures, counters = result.failures, result.counters
     return _encode(
         (
@@ -102,25 +102,33 @@ def pack_result(result: MutateResult) -> bytes:
     )
 
 
-def unpack_result(data: bytes, *, repeated: bool = False) -> MutateResult:
+def unpack_result(data: bytes, *, is_repeated: bool = False) -> MutateResult:
     """The reverse of `pack_result`, marked as repeated if asked."""
     if data[:1] and data[0] in _MAP_HEADS:
-        return msgspec.structs.replace(_decode_map(data), repeated=repeated)
-    packed = _decode(data)
+        return msgspec.structs.replace(_decode_map(data), is_repeated=is_repeated)
+    packed_result = _decode(data)
     failures: list[tuple[int, Status]] = []
     counters: list[tuple[int, int]] = []
-    if packed.failed:
-        failures = list(zip(accumulate(packed.failed), map(Status, packed.reasons), strict=True))
-    if packed.counted:
-        counters = list(zip(accumulate(packed.counted), packed.values, strict=True))
+    if packed_result.failure_gaps:
+        failures = list(
+            zip(
+                accumulate(packed_result.failure_gaps),
+                map(Status, packed_result.reasons),
+                strict=True,
+            )
+        )
+    if packed_result.counter_gaps:
+        counters = list(
+            zip(accumulate(packed_result.counter_gaps), packed_result.values, strict=True)
+        )
     return MutateResult(
-        packed.history_id,
-        packed.first_seq,
-        packed.last_seq,
-        packed.first_cas,
+        packed_result.history_id,
+        packed_result.first_seq,
+        packed_result.last_seq,
+        packed_result.first_cas,
         failures,
         counters,
-        repeated,
-        chain=packed.chain,
-        attempt=packed.attempt,
+        is_repeated,
+        chain=packed_result.chain,
+        attempt=packed_result.attempt,
     )

@@ -156,9 +156,9 @@ def _joined(
         return Status.TOO_LARGE
     # A value that an earlier operation of the batch has joined is taken over: that operation's item
     # is superseded now. To copy it would cost as much as joining at each operation.
-    joined = value if isinstance(value, JoinedValue) else JoinedValue(value)
-    join(joined, request.value)
-    return StoredOutcome(Operation.SET, joined, item.flags, item.expiry)
+    joined_value = value if isinstance(value, JoinedValue) else JoinedValue(value)
+    join(joined_value, request.value)
+    return StoredOutcome(Operation.SET, joined_value, item.flags, item.expiry)
 
 
 def _increment(request: Mutation, item: StoredItem | None) -> Outcome:

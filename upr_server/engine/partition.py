@@ -29,7 +29,7 @@ from upr_server.engine.hash_table import HashTable
 from upr_server.engine.lookup import (
     NOT_FETCHED,
     NOTHING_FETCHED,
-    Fetched,
+    FetchedItems,
     FetchRequest,
     ItemLookup,
     is_damaged,
@@ -73,20 +73,20 @@ class PartitionImage(msgspec.Struct, frozen=True):
     Attributes:
         state: What this node is for it.
         failover_log: The branches that led here.
-        high: The persisted snapshot end.
+        high_seq: The persisted snapshot end.
         last_cas: No CAS up to here is given again.
-        indexed: The disk's index knows the newest mutation up to here of every key.
+        indexed_seq: The disk's index knows the newest mutation up to here of every key.
         purge_seq: Tombstones at or below it may be gone.
         answers: What publishers were answered, by token, oldest first.
-        item_count: Keys that exist, as of `indexed`.
+        item_count: Keys that exist, as of `indexed_seq`.
         damage: Which of its records is damaged; empty for none.
     """
 
     state: PartitionState
     failover_log: FailoverLog
-    high: SeqNo = SeqNo(0)
+    high_seq: SeqNo = SeqNo(0)
     last_cas: Cas = Cas(0)
-    indexed: SeqNo = SeqNo(0)
+    indexed_seq: SeqNo = SeqNo(0)
     purge_seq: SeqNo = SeqNo(0)
     answers: Mapping[WriterToken, MutateResult] = {}
     item_count: int = 0
@@ -120,7 +120,7 @@ class Partition:
         repeated_batches: Recognises batches that publishers send again.
         replicas: What its replicas have reported.
         purge_seq: Tombstones at or below it may be gone.
-        indexed_items: Keys that exist, as of `eviction.indexed`.
+        indexed_item_count: Keys that exist, as of `eviction.indexed_seq`.
         begins_no_stream: Whether its state or its failover log is about to change, and its streams
             are being ended for that: none begins meanwhile.
     """
@@ -135,7 +135,7 @@ class Partition:
         "eviction",
         "failover_log",
         "id",
-        "indexed_items",
+        "indexed_item_count",
         "manager",
         "purge_seq",
         "repeated_batches",
@@ -166,7 +166,7 @@ class Partition:
         self.damage = image.damage
         self.failover_log = image.failover_log
         self.table = HashTable(memory)
-        self.repeated_batches = RepeatedBatches(memory, image.answers, image.high)
+        self.repeated_batches = RepeatedBatches(memory, image.answers, image.high_seq)
         self.rows = OpenRows(
             self.table.kernel_table,
             self.repeated_batches.answers.kernel_answers,
@@ -177,14 +177,14 @@ class Partition:
         )
         self.rows.last_cas = image.last_cas
         self._note_history()
-        self.manager = MutationManager(image.high, self.rows, memory, on_collapsible)
+        self.manager = MutationManager(image.high_seq, self.rows, memory, on_collapsible)
         self.snapshots = self.manager.snapshots
         self._expiries = ExpiryIndex(self.table, memory)
-        self.eviction = KeyEviction(self.table, self._expiries, image.high, image.indexed)
+        self.eviction = KeyEviction(self.table, self._expiries, image.high_seq, image.indexed_seq)
         self._lookup = ItemLookup(self.table, self.snapshots, self._expiries, self.eviction)
         self.replicas = ReplicaProgress()
         self.purge_seq = image.purge_seq
-        self.indexed_items = image.item_count
+        self.indexed_item_count = image.item_count
         self.begins_no_stream = False
         self._holds_expiry = False
 
@@ -203,8 +203,8 @@ class Partition:
 
     @property
     def item_count(self) -> int:
-        """Keys that exist. Once the table has forgotten some, as of `eviction.indexed`."""
-        return self.indexed_items if self.eviction.has_evicted else self.table.item_count
+        """Keys that exist. Once the table has forgotten some, as of `eviction.indexed_seq`."""
+        return self.indexed_item_count if self.eviction.has_evicted else self.table.item_count
 
     @property
     def last_cas(self) -> Cas:
@@ -234,7 +234,7 @@ class Partition:
         *,
         now: float,
         evaluation: Evaluation | None = None,
-        fetched_items: Fetched = NOTHING_FETCHED,
+        fetched_items: FetchedItems = NOTHING_FETCHED,
     ) -> MutateResult:
         """Takes in a batch of a publisher, in one step. O(mutations), O(log mutations) for those
         that read.
@@ -324,7 +324,9 @@ class Partition:
     def _store_all(self, evaluation: Evaluation) -> MutateResult:
         assert evaluation.is_done, "the evaluation must be done"
         result = evaluation.result
-        assert result.position == self.content_version, "the partition must not have changed since"
+        assert result.content_version == self.content_version, (
+            "the partition must not have changed since"
+        )
         first_seq, last_seq = result.first_seq, result.last_seq
         first_cas, rows = result.first_cas, result.rows
         if result.arrays is not None:
@@ -332,8 +334,8 @@ class Partition:
             self._expiries.add_all([(row.expiry, row.seq, row.key) for row, _ in rows])
         else:
             for row, is_counter in rows:
-                published = result.published.get(row.key)
-                self._store(row, is_counter=is_counter, published=published)
+                published_chunk = result.large_chunks.get(row.key)
+                self._store(row, is_counter=is_counter, published_chunk=published_chunk)
         if last_seq >= first_seq:
             # By the successes, not the rows: the publisher was given a CAS for each of them.
             self.rows.last_cas = first_cas + last_seq - first_seq
@@ -347,13 +349,13 @@ class Partition:
         )
 
     def _store(
-        self, row: Mutation, *, is_counter: bool = False, published: Chunk | None = None
+        self, row: Mutation, *, is_counter: bool = False, published_chunk: Chunk | None = None
     ) -> None:
         previous_seq = self.table.put(row.key, row.seq, is_tombstone=row.op != Operation.SET)
         if is_counter:
             self.snapshots.open.add_counter(row, previous_seq)
         else:
-            self.snapshots.open.add(row, previous_seq, published)
+            self.snapshots.open.add(row, previous_seq, published_chunk)
         if row.expiry:
             self._expiries.add(row.expiry, row.seq, row.key)
 
@@ -441,10 +443,10 @@ class Partition:
         """
         if self.state is not _ACTIVE or self._holds_expiry:
             return 0
-        expired = self._expire_due(now)
-        if expired:
+        expired_count = self._expire_due(now)
+        if expired_count:
             self.snapshots.wake()
-        return expired
+        return expired_count
 
     def expire_due(self, now: float) -> None:
         """Deletes items that have expired, `EXPIRE_MAX` at most, before a batch is applied, if the
@@ -482,7 +484,7 @@ class Partition:
         has_changed = newest_seq and (is_tombstone or newest_seq != seq)
         if self.state is not _ACTIVE or has_changed or self._holds_expiry:
             return False
-        if self.eviction.pinned < self.eviction.restored:
+        if self.eviction.pinned_seq < self.eviction.restored_seq:
             return False
         self._store_expiry(key, now)
         self.snapshots.wake()
@@ -490,13 +492,13 @@ class Partition:
         return True
 
     def _store_expiry(self, key: bytes, now: float) -> None:
-        seq, cas = SeqNo(self.snapshots.high + 1), self.next_cas(now)
+        seq, cas = SeqNo(self.snapshots.high_seq + 1), self.next_cas(now)
         self._store(Mutation(Operation.EXPIRE, key, b"", seq, cas))
         self.rows.last_cas = cas
 
     def _store_expiries(self, keys: Sequence[bytes], now: float) -> None:
         """The same for many different keys."""
-        first_seq, first_cas = self.snapshots.high + 1, self.next_cas(now)
+        first_seq, first_cas = self.snapshots.high_seq + 1, self.next_cas(now)
         rows = [
             Mutation(Operation.EXPIRE, key, b"", SeqNo(first_seq + index), Cas(first_cas + index))
             for index, key in enumerate(keys)
@@ -553,20 +555,20 @@ class Partition:
         self.restart_at(seq)
         self.notify_undone()
         if not seq:
-            self.eviction.indexed = self.purge_seq = SeqNo(0)
-            self.indexed_items = 0
+            self.eviction.indexed_seq = self.purge_seq = SeqNo(0)
+            self.indexed_item_count = 0
         return self.repeated_batches.answers.truncate(seq)
 
-    def note_index_progress(self, indexed: SeqNo, items: int) -> None:
+    def note_index_progress(self, indexed_seq: SeqNo, item_count: int) -> None:
         """The disk's index knows the newest mutation of every key up to `indexed`, and `items` keys
         that exist."""
-        self.eviction.indexed = indexed
-        self.indexed_items = items
+        self.eviction.indexed_seq = indexed_seq
+        self.indexed_item_count = item_count
 
     # Reading.
 
     def missing_keys(
-        self, keys: Sequence[bytes], now: float, fetched_items: Fetched = NOTHING_FETCHED
+        self, keys: Sequence[bytes], now: float, fetched_items: FetchedItems = NOTHING_FETCHED
     ) -> list[FetchRequest]:
         """What must be read from disk before `get` of these keys. O(keys)."""
         return self._lookup.missing_for_get(list(filter(is_key, keys)), now, fetched_items)
@@ -576,7 +578,7 @@ class Partition:
         keys: Sequence[bytes],
         now: float,
         bytes_max: int = GET_BYTES_MAX,
-        fetched_items: Fetched = NOTHING_FETCHED,
+        fetched_items: FetchedItems = NOTHING_FETCHED,
     ) -> list[Mutation]:
         """What the keys hold, one row a key in the order asked, as a reply to a `GET`.
 
@@ -631,7 +633,7 @@ class Partition:
             "state": self.state,
             "items": self.item_count,
             "keys": len(self.table),
-            "indexed": self.eviction.indexed,
+            "indexed": self.eviction.indexed_seq,
             "expiring": len(self._expiries),
             "writers": len(self.repeated_batches.answers),
         }
@@ -643,7 +645,7 @@ class Partition:
         self._expiries.check_invariants()
         self.repeated_batches.answers.check_invariants()
         for key, seq, is_tombstone in self.table:
-            if seq <= self.snapshots.oldest:
+            if seq <= self.snapshots.oldest_start:
                 continue  # the disk has it
             row = self.snapshots.find(seq)
             assert row.key == key, (row, key)
@@ -654,7 +656,9 @@ class Partition:
 
 def _design_keys(batch: MutationBatch, result: MutateResult) -> Sequence[bytes]:
     """The keys of the design documents that a batch has changed. O(rows)."""
-    failed = {index for index, _ in result.failures}
+    failed_indexes = {index for index, _ in result.failures}
     return [
-        key for index, key in enumerate(batch.keys) if is_design_key(key) and index not in failed
+        key
+        for index, key in enumerate(batch.keys)
+        if is_design_key(key) and index not in failed_indexes
     ]

@@ -33,13 +33,13 @@ class AppliedRuns(msgspec.Struct, frozen=True):
     """What became of runs that were to be taken in together.
 
     Attributes:
-        lines: What became of each run, as a line of the answer to a bundle; zeros for those with
-            which nothing was done.
+        answer_rows: What became of each run, as a line of the answer to a bundle; zeros for those
+            with which nothing was done.
         remaining_indexes: Those with which nothing was done, by place. `Partition.mutate` has to
             decide about them.
     """
 
-    lines: bytes
+    answer_rows: bytes
     remaining_indexes: Sequence[int]
 
 
@@ -91,8 +91,8 @@ def apply_set_runs(
     memory.table += table_bytes
     memory.arrays += row_bytes
     memory.writers += answer_bytes
-    for partition_id, superseded in notes:
-        partitions[partition_id].snapshots.open.note_added_run(superseded)
+    for partition_id, superseded_seqs in notes:
+        partitions[partition_id].snapshots.open.note_added_run(superseded_seqs)
     design_keys: list[bytes] = []
     if columns.may_expire or columns.may_hold_designs:
         design_keys = _note_rows(bucket, columns, decode_runs(directory), first_row, lines)
@@ -112,13 +112,13 @@ def _with_expiring(
     """Skips also the runs of partitions in which something has expired, or may have once the runs
     before it were taken in. O(runs)."""
     flags = bytearray(len(runs)) if skip is None else bytearray(skip)
-    partitions, earlier = bucket.partitions, set[int]()
+    partitions, earlier_partitions = bucket.partitions, set[int]()
     for index, run in enumerate(runs):
         if run.partition < len(partitions):
             is_due = partitions[run.partition].has_expired(now)
-            flags[index] |= is_due or run.partition in earlier
+            flags[index] |= is_due or run.partition in earlier_partitions
         if may_expire:
-            earlier.add(run.partition)
+            earlier_partitions.add(run.partition)
     return bytes(flags)
 
 

@@ -92,11 +92,11 @@ class RepeatedBatches:
         return answer
 
     def _answer(self, token: WriterToken, batch: MutationBatch) -> MutateResult | Status | None:
-        packed, may_be_forgotten = self.answers.answer_to(token)
-        if packed is not None:
-            result = unpack_result(packed, repeated=True)
-            differs = batch.chain and result.chain and batch.chain != result.chain
-            return Status.REPLAY_DIFFERS if differs else result
+        packed_result, may_be_forgotten = self.answers.answer_to(token)
+        if packed_result is not None:
+            result = unpack_result(packed_result, is_repeated=True)
+            is_different = batch.chain and result.chain and batch.chain != result.chain
+            return Status.REPLAY_DIFFERS if is_different else result
         if may_be_forgotten:
             return Status.TOKEN_TOO_OLD
         return None if self._continues_chain(token, batch) else Status.REPLAY_DIFFERS

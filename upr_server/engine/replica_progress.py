@@ -15,7 +15,7 @@ STEP_CALLS: Final = 64
 """Waiting calls that are made at a time: each sends a reply, at some 15 µs, and a publisher may
 wait for 4,096."""
 
-Replicated = Callable[[bool], None]
+OnReplicated = Callable[[bool], None]
 """Called with True once enough replicas have a number, or with False when that is not known."""
 
 
@@ -25,15 +25,15 @@ class _Report:
     received_seq: SeqNo
     persisted_seq: SeqNo
 
-    def reached(self, *, persisted: bool) -> SeqNo:
-        return self.persisted_seq if persisted else self.received_seq
+    def end_reached(self, *, is_persisted: bool) -> SeqNo:
+        return self.persisted_seq if is_persisted else self.received_seq
 
 
 @attrs.define
 class _WaitingCall:
     seq: SeqNo
     deadline: float
-    call: Replicated
+    call: OnReplicated
 
 
 class ReplicaProgress:
@@ -91,11 +91,13 @@ class ReplicaProgress:
 
     def seq_reached_by(self, copies: int, *, persisted: bool = False) -> SeqNo:
         """The number that so many replicas have, at least; 0 when there are not so many."""
-        seqs = sorted(report.reached(persisted=persisted) for report in self._reports.values())
+        seqs = sorted(
+            report.end_reached(is_persisted=persisted) for report in self._reports.values()
+        )
         return seqs[-copies] if 0 < copies <= len(seqs) else SeqNo(0)
 
     def call_when_reached(
-        self, seq: SeqNo, copies: int, *, persisted: bool, deadline: float, call: Replicated
+        self, seq: SeqNo, copies: int, *, persisted: bool, deadline: float, call: OnReplicated
     ) -> None:
         """Calls `call` when so many replicas have everything up to `seq`; perhaps at once.
 
@@ -129,11 +131,11 @@ class ReplicaProgress:
             if count >= STEP_CALLS:
                 return True
         for (copies, persisted), calls in list(self._waiting_calls.items()):
-            reached = self.seq_reached_by(copies, persisted=persisted)
+            reached_seq = self.seq_reached_by(copies, persisted=persisted)
             # A call may ask for more to be waited for.
-            while calls and (calls[0].seq <= reached or calls[0].deadline <= now):
+            while calls and (calls[0].seq <= reached_seq or calls[0].deadline <= now):
                 waiting_call = calls.popleft()
-                waiting_call.call(waiting_call.seq <= reached)
+                waiting_call.call(waiting_call.seq <= reached_seq)
                 count += 1
                 if count >= STEP_CALLS:
                     return True

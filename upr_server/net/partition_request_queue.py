@@ -16,7 +16,7 @@ from upr_protocol.errors import ServerError, Status
 from upr_server.engine import (
     NOTHING_FETCHED,
     Bucket,
-    Fetched,
+    FetchedItems,
     FetchRequest,
     Partition,
     damaged_item,
@@ -54,7 +54,7 @@ class PartitionRequest(Protocol):
     def nbytes(self) -> int:
         """About what it takes while it waits."""
 
-    def apply(self, fetched_items: Fetched) -> StillNeeded:
+    def apply(self, fetched_items: FetchedItems) -> StillNeeded:
         """Does and answers what was asked; or changes nothing, and says what it needs first."""
 
     def refuse(self, error: ServerError) -> None:

@@ -36,7 +36,7 @@ class DurabilityTarget(msgspec.Struct, frozen=True):
 
     def reached_seq(self, partition: Partition) -> SeqNo:
         """The number up to which a partition has reached this target."""
-        seq = partition.manager.persistence.committed if self.persists else partition.high_seq
+        seq = partition.manager.persistence.committed_seq if self.persists else partition.high_seq
         if self.copies:
             seq = min(seq, partition.replicas.seq_reached_by(self.copies, persisted=self.persists))
         return seq

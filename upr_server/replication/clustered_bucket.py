@@ -232,7 +232,7 @@ class ClusteredBucket:
         partition.change_state(state, change.failover_log)
         if state in (PartitionState.REPLICA, PartitionState.DEAD):
             # Such a partition keeps nothing in memory: it stands where its disk stands.
-            partition.restart_at(partition.manager.persistence.committed)
+            partition.restart_at(partition.manager.persistence.committed_seq)
         if state is PartitionState.ACTIVE:
             # A replica leaves its newest mutations out of the index, so that they can be undone;
             # until they are in it, they can neither be read by key nor expire.
@@ -268,7 +268,7 @@ class ClusteredBucket:
 
 def _record_of(change: RoleChange) -> PartitionRecord:
     partition = change.partition
-    persisted = partition.manager.persistence.committed
+    persisted = partition.manager.persistence.committed_seq
     # A commit that is still under way would be taken back by this record, which says where it ends.
     assert persisted == partition.high_seq, partition
     return PartitionRecord(

@@ -430,7 +430,9 @@ class Replicator:
                 snapshots = self._received_snapshots[partition_id]
                 seq_before = snapshots.received_seq
                 snapshot_end = await disk.store.ask(
-                    FindSnapshotEnd(bucket.name, partition_id, ceiling, partition.eviction.indexed)
+                    FindSnapshotEnd(
+                        bucket.name, partition_id, ceiling, partition.eviction.indexed_seq
+                    )
                 )
                 seq = SeqNo(snapshot_end or 0)
                 failover_log = snapshots.log.up_to(seq)

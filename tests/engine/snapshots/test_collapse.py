@@ -326,7 +326,7 @@ def test_a_collapse_is_given_up_when_its_snapshots_are_freed() -> None:
     transcript(items(disk))
     disk.commit(SeqNo(9))
     assert free(partition) == 3
-    assert partition.snapshots.oldest == 9
+    assert partition.snapshots.oldest_start == 9
     collapse(partition, 4)
     assert partition.manager.statistics()["collapses"] == 0
     disk.commit(SeqNo(30))

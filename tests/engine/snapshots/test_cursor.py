@@ -233,7 +233,7 @@ def test_nothing_is_freed_before_the_disk_has_it() -> None:
     read(partition)
     put(partition, b"b")
     read(partition)
-    assert partition.snapshots.oldest == 0
+    assert partition.snapshots.oldest_start == 0
     assert read(partition) == "(0,1] a@1 . (1,2] b@2 ."
 
 
@@ -244,18 +244,18 @@ def test_the_disk_advances_by_commit_only_and_what_it_has_may_be_freed() -> None
     assert transcript(items(disk)) == "(0,1] a@1 ."
     put(partition, b"b")
     assert transcript(items(disk)) == "(1,2] b@2 ."
-    assert disk.committed == 0
+    assert disk.committed_seq == 0
     assert not manager.snapshots.can_free
     assert not manager.free_oldest(), "reading it is not having it on disk"
     disk.commit(SeqNo(1))
-    assert (manager.snapshots.oldest, disk.committed) == (0, 1)
+    assert (manager.snapshots.oldest_start, disk.committed_seq) == (0, 1)
     assert read(partition) == "(0,1] a@1 . (1,2] b@2 .", "retained while there is room"
     assert manager.snapshots.can_free
     assert free(partition) == 1
-    assert (manager.snapshots.oldest, disk.committed) == (1, 1)
+    assert (manager.snapshots.oldest_start, disk.committed_seq) == (1, 1)
     disk.commit(SeqNo(2))
     assert free(partition) == 1
-    assert (manager.snapshots.oldest, disk.committed) == (2, 2)
+    assert (manager.snapshots.oldest_start, disk.committed_seq) == (2, 2)
     assert not manager.snapshots.can_free, "the open one stays"
     assert manager.statistics()["freed"] == 2
     partition.check_invariants()
@@ -290,7 +290,7 @@ def test_a_reader_holds_what_the_disk_has_already() -> None:
     assert free(partition) == 0
     assert transcript(items(slow)) == "(0,1] a@1 ."
     assert free(partition) == 1
-    assert partition.snapshots.oldest == 1
+    assert partition.snapshots.oldest_start == 1
 
 
 def test_freed_snapshots_must_come_from_disk_first() -> None:
@@ -316,7 +316,7 @@ def test_what_comes_from_disk_reaches_to_its_end_even_if_memory_begins_before() 
         disk.commit(disk.seq)
     put(partition, b"d")
     assert manager.free_oldest()
-    assert manager.snapshots.oldest == 1
+    assert manager.snapshots.oldest_start == 1
     registration = manager.register("late", SeqNo(0))
     assert registration.backfill == BackfillNeeded(SeqNo(0), SeqNo(3))
     assert transcript(items(registration.cursor)) == "(3,4] d@4 ."
@@ -332,16 +332,16 @@ def test_the_cursors_furthest_back_are_dropped_first_and_the_disks_never() -> No
         put(partition, key)
         list(items(disk))
         cursors += [cursor_at(partition, partition.high_seq) for _ in range(2)]
-    assert manager.droppable() == []
+    assert manager.droppable_cursors() == []
     disk.commit(SeqNo(2))
-    assert manager.droppable() == cursors[:1]
+    assert manager.droppable_cursors() == cursors[:1]
     manager.drop(cursors[0])
-    assert manager.droppable() == cursors[1:3]
+    assert manager.droppable_cursors() == cursors[1:3]
     for cursor in cursors[1:3]:
         manager.drop(cursor)
-    assert manager.droppable() == [], "the others stand where the disk does, or further on"
+    assert manager.droppable_cursors() == [], "the others stand where the disk does, or further on"
     disk.commit(SeqNo(3))
-    assert manager.droppable() == cursors[3:5]
+    assert manager.droppable_cursors() == cursors[3:5]
     partition.check_invariants()
 
 
@@ -361,7 +361,7 @@ def test_a_slow_cursor_is_dropped_and_needs_a_backfill() -> None:
     assert not manager.may_drop(slow)
     manager.drop(other_cursor)
     assert free(partition) == 1
-    assert manager.snapshots.oldest == 2
+    assert manager.snapshots.oldest_start == 2
     assert slow.has_next
     assert slow.next() == BackfillNeeded(SeqNo(1), SeqNo(2))
     assert slow.next() == BackfillNeeded(SeqNo(1), SeqNo(2))

@@ -51,7 +51,7 @@ def test_a_published_array_numbers_its_mutations_on_end() -> None:
     assert [array.index(seq) for seq in (5, 6, 7)] == [0, 1, 2]
     mutation = array.mutation(1)
     assert (mutation.seq, mutation.cas, mutation.key) == (6, 106, b"k6")
-    chunk = array.whole(SeqNo(4), SeqNo(9))
+    chunk = array.whole_chunk(SeqNo(4), SeqNo(9))
     chunk.check()
     assert [(r.seq, r.cas) for r in chunk] == [(5, 105), (6, 106), (7, 107)]
     for seq in (4, 8):
@@ -77,7 +77,7 @@ def test_skipped_rows_are_not_copied(kind: str) -> None:
     window.skip(6)
     array.copy_flags(window)
     array.check_invariants()
-    assert (array.live, array.live_bytes) == (2, array.nbytes // 2)
+    assert (array.live_count, array.live_bytes) == (2, array.nbytes // 2)
     assert not array.is_whole_in(0, 20)
     gathered = Chunk(gather(array.rows(2, 6), 2, 6))
     assert [(r.seq, r.cas) for r in gathered] == [(3, 103), (5, 105)]
@@ -103,8 +103,8 @@ def test_an_array_can_be_read_in_two_parts() -> None:
 def test_a_numbered_array_keeps_its_chunk_when_the_range_is_the_same() -> None:
     chunk = Chunk.build([row(3), row(4)])
     array = NumberedArray(chunk)
-    assert array.whole(chunk.start, chunk.end) is chunk
-    wider = array.whole(SeqNo(0), SeqNo(9))
+    assert array.whole_chunk(chunk.start, chunk.end) is chunk
+    wider = array.whole_chunk(SeqNo(0), SeqNo(9))
     assert (wider.start, wider.end, wider.count) == (0, 9, 2)
 
 

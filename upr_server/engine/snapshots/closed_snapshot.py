@@ -56,7 +56,7 @@ class ClosedSnapshot:
     ) -> ClosedSnapshot:
         """From what an open snapshot held; see `segments_of`."""
         if len(arrays) == 1 and not counters:
-            chunk = arrays[0].stored(start, end)
+            chunk = arrays[0].stored_chunk(start, end)
             if chunk is not None:
                 memory.arrays -= arrays[0].nbytes
                 return cls([Segment(start, end, memory, chunk=chunk)], chunk.nbytes)

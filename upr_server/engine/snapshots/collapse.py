@@ -88,19 +88,19 @@ def entries_to_collapse(
         shortest: Whether to look only as far as shows that there is a run. That matters while the
             disk is behind with very many snapshots.
     """
-    closed = len(entries) - 1
-    if entry.inside_count or not closed:
+    closed_count = len(entries) - 1
+    if entry.inside_count or not closed_count:
         return None
-    last_index = closed - 1
+    last_index = closed_count - 1
     if entries[last_index] is not entry:
         last_index = bisect_left(entries, entry.start, key=_START)
-        if last_index >= closed or entries[last_index] is not entry:
+        if last_index >= closed_count or entries[last_index] is not entry:
             return None
-    while last_index + 1 < closed and entries[last_index + 1].is_free:
+    while last_index + 1 < closed_count and entries[last_index + 1].is_free:
         last_index += 1
     first_index, newer_bytes = last_index, 0
     snapshots_min = SHORT_RUN_SNAPSHOTS_MIN if may_be_short else COLLAPSE_SNAPSHOTS_MIN
-    total = entries[last_index].snapshot.nbytes
+    total_bytes = entries[last_index].snapshot.nbytes
     bytes_max = SHORT_RUN_BYTES_MAX if may_be_short else sys.maxsize
     is_enough = False
     while first_index and not entries[first_index].front_count and not (shortest and is_enough):
@@ -108,9 +108,9 @@ def entries_to_collapse(
         size = older.snapshot.nbytes
         # No older one that is more than twice as large: to copy it for the few bytes of the newer
         # ones would cost more than it frees. So each mutation is copied only a few times.
-        if older.inside_count or size > 2 * total or size > bytes_max - total:
+        if older.inside_count or size > 2 * total_bytes or size > bytes_max - total_bytes:
             break
-        first_index, newer_bytes, total = first_index - 1, total, total + size
+        first_index, newer_bytes, total_bytes = first_index - 1, total_bytes, total_bytes + size
         is_enough = (
             last_index - first_index >= snapshots_min - 1 or newer_bytes >= COLLAPSE_BYTES_MIN
         )
@@ -121,18 +121,18 @@ def entries_to_join(entry: SnapshotEntry) -> list[SnapshotEntry]:
     """The run of small closed snapshots that begins with `entry`, if it is worth putting together
     before it is written to disk; else nothing. O(run)."""
     run: list[SnapshotEntry] = []
-    total, last = 0, entry
+    total_bytes, last = 0, entry
     while (
-        last.following is not None
+        last.next_entry is not None
         and not last.inside_count
         and (last is entry or not last.front_count)
         and len(run) < JOINED_SNAPSHOTS_MAX
     ):
-        total += last.snapshot.nbytes
-        if total > SHORT_RUN_BYTES_MAX:
+        total_bytes += last.snapshot.nbytes
+        if total_bytes > SHORT_RUN_BYTES_MAX:
             break
         run.append(last)
-        last = last.following
+        last = last.next_entry
     return run if len(run) >= JOINED_SNAPSHOTS_MIN else []
 
 
@@ -150,16 +150,16 @@ class Collapse:
 
     __slots__ = (
         "_chunks",
-        "_entered",
+        "_chunks_to_enter",
+        "_entered_chunks",
         "_flags",
         "_group",
         "_group_bytes",
         "_group_count",
         "_is_disjoint",
-        "_low",
         "_table",
-        "_todo",
-        "_widened",
+        "_taken_count",
+        "_widened_chunks",
         "entries",
         "renews_keys",
     )
@@ -170,13 +170,13 @@ class Collapse:
         # Whether no key occurs in two of the snapshots.
         self._is_disjoint = not any(snapshot.renews_keys for snapshot in snapshots[1:])
         # Chunks that are not in the table yet, and those that are; oldest first.
-        self._todo = _oldest_first(snapshots)
-        self._entered: deque[Chunk] = deque()
+        self._chunks_to_enter = _oldest_first(snapshots)
+        self._entered_chunks: deque[Chunk] = deque()
         # Their mutations are numbered from 1, and a newer one of a key flags the older.
         self._table = KeyTable()
         self._flags = bytearray()
         # How many mutations were taken out of the table's chunks again.
-        self._low = 0
+        self._taken_count = 0
         # Results, oldest first; and the group of chunks that the next one will be made of, with
         # flags for what is superseded.
         self._chunks: list[Chunk] = []
@@ -184,30 +184,30 @@ class Collapse:
         self._group_count = 0
         self._group_bytes = 0
         # Large chunks that must begin earlier, each with its place in the result.
-        self._widened: deque[tuple[int, WidenedChunk]] = deque()
+        self._widened_chunks: deque[tuple[int, WidenedChunk]] = deque()
 
     def step(self, budget_mutations: int) -> bool:
         """Goes on by about so many mutations, or bytes that cost as much; returns whether it is
         done."""
         while budget_mutations > 0:
-            chunk = next(self._todo, None)
+            chunk = next(self._chunks_to_enter, None)
             if chunk is not None and self._is_disjoint:
                 # Where it stays as it is, its rows cost nothing.
-                is_copied = self._take(chunk, b"")
+                is_copied = self._add_to_group(chunk, b"")
                 budget_mutations -= chunk.nbytes // BYTES_PER_MUTATION if is_copied else 0
                 budget_mutations -= 1
             elif chunk is not None:
                 self._enter(chunk)
                 budget_mutations -= max(chunk.count + 1, chunk.nbytes // BYTES_PER_MUTATION)
-            elif self._entered:
-                chunk = self._entered.popleft()
-                flags = self._flags[self._low : self._low + chunk.count]
-                self._low += chunk.count
-                self._take(chunk, flags)
+            elif self._entered_chunks:
+                chunk = self._entered_chunks.popleft()
+                flags = self._flags[self._taken_count : self._taken_count + chunk.count]
+                self._taken_count += chunk.count
+                self._add_to_group(chunk, flags)
                 budget_mutations -= max(chunk.count // 2 + 1, chunk.nbytes // BYTES_PER_MUTATION)
             else:
-                self._put_together()
-                if not self._widened:
+                self._finish_group()
+                if not self._widened_chunks:
                     return True
                 self._widen()
                 budget_mutations -= WIDEN_COST
@@ -223,22 +223,22 @@ class Collapse:
         first_seq = len(flags) + 1
         flags += bytes(chunk.count)
         self._table.put_run(chunk.encode(), 0, chunk.count, first_seq, 0, 1, flags)
-        self._entered.append(chunk)
+        self._entered_chunks.append(chunk)
 
-    def _take(self, chunk: Chunk, superseded: bytes | bytearray) -> bool:
+    def _add_to_group(self, chunk: Chunk, skip_flags: bytes | bytearray) -> bool:
         """Adds the next newer chunk to the result. At memory speed.
 
         Args:
             chunk: The chunk.
-            superseded: A byte for each row, 1 for those that are superseded; empty if none is.
+            skip_flags: A byte for each row, 1 for those that are superseded; empty if none is.
 
         Returns:
             Whether its rows may have to be copied.
         """
-        count, nbytes = chunk.count - superseded.count(1), chunk.nbytes
+        count, nbytes = chunk.count - skip_flags.count(1), chunk.nbytes
         skip: bytes | bytearray | None = None
         if count < chunk.count:
-            skip = superseded
+            skip = skip_flags
             nbytes = nbytes * count // chunk.count
         # A long chunk that loses no row stays as it is: its readers share its bytes.
         alone = skip is None and nbytes > CHUNK_BYTES // 2
@@ -248,15 +248,15 @@ class Collapse:
         # A group that was superseded as a whole goes with what comes next, which covers its
         # numbers. The newest chunk's last mutation stays, so that there is such a chunk.
         if self._group_count and (alone or too_long):
-            self._put_together()
+            self._finish_group()
         self._group.append((chunk, skip))
         self._group_count += count
         self._group_bytes += nbytes
         if alone:
-            self._put_together()
+            self._finish_group()
         return not alone
 
-    def _put_together(self) -> None:
+    def _finish_group(self) -> None:
         """Makes one chunk of the group."""
         group = self._group
         if not group:
@@ -268,7 +268,7 @@ class Collapse:
             self._chunks.append(last_chunk)
         elif is_last_alone and last_chunk.nbytes > LARGE_BYTES:
             # All that differs is where it begins.
-            self._widened.append((len(self._chunks), WidenedChunk(last_chunk, start)))
+            self._widened_chunks.append((len(self._chunks), WidenedChunk(last_chunk, start)))
             self._chunks.append(last_chunk)
         else:
             rows: list[Rows] = [
@@ -280,10 +280,10 @@ class Collapse:
 
     def _widen(self) -> None:
         """Copies a piece of the next large chunk that must begin earlier than it does."""
-        place, widened = self._widened[0]
-        if widened.copy(WIDEN_BYTES):
-            self._chunks[place] = widened.chunk()
-            self._widened.popleft()
+        chunk_index, widened_chunk = self._widened_chunks[0]
+        if widened_chunk.copy(WIDEN_BYTES):
+            self._chunks[chunk_index] = widened_chunk.chunk()
+            self._widened_chunks.popleft()
 
 
 def _oldest_first(snapshots: list[ClosedSnapshot]) -> Iterator[Chunk]:

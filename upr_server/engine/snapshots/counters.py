@@ -56,9 +56,9 @@ class Counters:
         counter = self._by_seq.pop(seq, None)
         if counter is None:
             return False
-        freed = counter_bytes(counter)
-        self.nbytes -= freed
-        self._memory.counters -= freed
+        freed_bytes = counter_bytes(counter)
+        self.nbytes -= freed_bytes
+        self._memory.counters -= freed_bytes
         return True
 
     def find(self, seq: int) -> Mutation | None:

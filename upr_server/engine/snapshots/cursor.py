@@ -67,10 +67,10 @@ class BackfillNeeded(msgspec.Struct, frozen=True):
 CursorItem = SnapshotStartItem | Chunk | SnapshotEndItem | BackfillNeeded
 
 
-def _following(entry: SnapshotEntry) -> SnapshotEntry:
+def _entry_behind(entry: SnapshotEntry) -> SnapshotEntry:
     """The entry behind that of a closed snapshot."""
-    assert entry.following is not None, "a closed snapshot is not the last"
-    return entry.following
+    assert entry.next_entry is not None, "a closed snapshot is not the last"
+    return entry.next_entry
 
 
 class Cursor:
@@ -79,7 +79,7 @@ class Cursor:
     Attributes:
         name: Whose it is, for statistics.
         seq: Everything up to this number was handed on.
-        droppable: Whether it may be dropped at all.
+        is_droppable: Whether it may be dropped at all.
         entry: Where it stands. For the snapshot list and the manager, as are the next two.
         at_front: Whether it is counted as at the front of `entry`; else it is inside.
         held_entries: Entries in which it is counted as inside, oldest first.
@@ -94,9 +94,9 @@ class Cursor:
         "_snapshots",
         "_state",
         "at_front",
-        "droppable",
         "entry",
         "held_entries",
+        "is_droppable",
         "name",
         "seq",
     )
@@ -110,7 +110,7 @@ class Cursor:
         *,
         end_at_least: SeqNo = SeqNo(0),
         on_ready: Callable[[], None] | None = None,
-        droppable: bool = True,
+        is_droppable: bool = True,
     ) -> None:
         self._snapshots = snapshots
         self._on_ready = on_ready
@@ -122,7 +122,7 @@ class Cursor:
         self._end = seq
         self._index = 0
         self.name = name
-        self.droppable = droppable
+        self.is_droppable = is_droppable
         self.seq = seq
         self.entry = entry
         self.at_front = seq == entry.start
@@ -179,7 +179,7 @@ class Cursor:
             if self.seq == self._end:
                 return self._finish()
             # Several snapshots were announced as one: see `_begin`.
-            self.entry = _following(self.entry)
+            self.entry = _entry_behind(self.entry)
             snapshot = self._snapshots.close(self.entry)
             self._index = 0
         chunk = snapshot.chunk(self._index)
@@ -205,11 +205,11 @@ class Cursor:
         if chunk is None:
             return None
         self.seq = chunk.end
-        following = entry.following
-        assert following is not None, "a closed snapshot is not the last"
-        self.entry = following
+        next_entry = entry.next_entry
+        assert next_entry is not None, "a closed snapshot is not the last"
+        self.entry = next_entry
         entry.front_count -= 1
-        following.front_count += 1
+        next_entry.front_count += 1
         self._has_read_at_once(entry)
         return chunk
 
@@ -219,7 +219,7 @@ class Cursor:
 
     def _begin(self) -> SnapshotStartItem | None:
         snapshots, entry = self._snapshots, self.entry
-        if entry.snapshot is snapshots.open and snapshots.open.high <= self.seq:
+        if entry.snapshot is snapshots.open and snapshots.open.high_seq <= self.seq:
             snapshots.add_waiting(self)
             return None
         if self.at_front:
@@ -232,7 +232,7 @@ class Cursor:
         # it: its state is consistent at that end at the earliest. All snapshots up to there are
         # announced as one, though a key may then repeat.
         while snapshot.end < self._end_at_least:
-            entry = _following(entry)
+            entry = _entry_behind(entry)
             snapshot = snapshots.close(entry)
             self._hold(entry)
         self._end_at_least = SeqNo(0)
@@ -242,7 +242,7 @@ class Cursor:
 
     def _finish(self) -> SnapshotEndItem:
         self._is_reading = False
-        self.entry = _following(self.entry)
+        self.entry = _entry_behind(self.entry)
         self.entry.front_count += 1
         self.at_front = True
         self._read_whole()
@@ -260,7 +260,7 @@ class Cursor:
         # Dropped: a backfill is needed wherever the reader stands, as nothing holds its place in
         # memory any more. The disk may not have come as far as the cursor had: then there is
         # nothing to read from it, and the reader registers again where it stands.
-        return BackfillNeeded(self.seq, max(self.seq, self._snapshots.persisted))
+        return BackfillNeeded(self.seq, max(self.seq, self._snapshots.persisted_seq))
 
     # Standing somewhere.
 
@@ -273,15 +273,15 @@ class Cursor:
             entry.inside_count -= 1
         self._snapshots.note_released(entries)
 
-    def move_to_front_of(self, following: SnapshotEntry) -> None:
+    def move_to_front_of(self, next_entry: SnapshotEntry) -> None:
         """Moves on to the front of `following`: it has read all of the entry that it stands in.
 
         For the snapshot list, which closes that one.
         """
         self.held_entries.pop().inside_count -= 1
-        self.entry = following
+        self.entry = next_entry
         self.at_front = True
-        following.front_count += 1
+        next_entry.front_count += 1
 
     @property
     def oldest_entry(self) -> SnapshotEntry:
@@ -313,7 +313,7 @@ class Cursor:
         if self._state is not _LISTED:
             return
         self._is_reading = False
-        self._snapshots.remove_reader(self)
+        self._snapshots.remove_cursor(self)
         entries = list(self.held_entries)
         self.held_entries.clear()
         if self.at_front:
@@ -334,12 +334,12 @@ class PersistenceCursor(Cursor):
     __slots__ = ()
 
     def __init__(self, snapshots: SnapshotList[Cursor], entry: SnapshotEntry) -> None:
-        super().__init__(snapshots, "persistence", entry, entry.start, droppable=False)
+        super().__init__(snapshots, "persistence", entry, entry.start, is_droppable=False)
 
     @property
-    def committed(self) -> SeqNo:
+    def committed_seq(self) -> SeqNo:
         """Everything up to this number is on disk."""
-        return self._snapshots.persisted
+        return self._snapshots.persisted_seq
 
     def subscribe(self, on_ready: Callable[[], None]) -> None:
         """Has `on_ready` called when there is something to persist."""
@@ -376,5 +376,5 @@ class PersistenceCursor(Cursor):
         if not committed_entries or self._snapshots.close(committed_entries[-1]).end != through:
             raise ValueError(f"{through} is not the end of a snapshot that was read")
         del self.held_entries[: len(committed_entries)]
-        self._snapshots.persisted = through
+        self._snapshots.persisted_seq = through
         self._release(committed_entries)

@@ -53,28 +53,28 @@ class DocumentArray(ABC):
         first_seq: The lowest number it ever held.
         last_seq: The highest number it holds.
         count: Mutations, with those skipped.
-        live: Mutations that are not skipped; without flags of its own, as of the last count.
+        live_count: Mutations that are not skipped; without flags of its own, as of the last count.
         nbytes: What it takes in memory.
         skip: A flag for each mutation, 1 for skipped; None while `SkipFlags` covers the array.
-        holders: Segments of a closed snapshot that read from it; it is freed at 0.
+        holder_count: Segments of a closed snapshot that read from it; it is freed at 0.
     """
 
-    __slots__ = ("count", "first_seq", "holders", "last_seq", "live", "nbytes", "skip")
+    __slots__ = ("count", "first_seq", "holder_count", "last_seq", "live_count", "nbytes", "skip")
 
     first_seq: SeqNo
     last_seq: SeqNo
     count: int
-    live: int
+    live_count: int
     nbytes: int
     skip: bytearray | None
-    holders: int
+    holder_count: int
 
     @property
     def live_bytes(self) -> int:
         """The bytes of what is not skipped, as if all mutations were of one size."""
-        if self.live == self.count:
+        if self.live_count == self.count:
             return self.nbytes
-        return self.nbytes * self.live // self.count
+        return self.nbytes * self.live_count // self.count
 
     @abstractmethod
     def index(self, seq: int) -> int:
@@ -85,11 +85,11 @@ class DocumentArray(ABC):
         """The mutation at `index`, with its number and CAS."""
 
     @abstractmethod
-    def whole(self, start: SeqNo, end: SeqNo) -> Chunk:
+    def whole_chunk(self, start: SeqNo, end: SeqNo) -> Chunk:
         """Everything, skipped or not, as a stored chunk that covers (`start`, `end`]."""
 
-    def stored(self, start: SeqNo, end: SeqNo) -> Chunk | None:  # noqa: ARG002
-        """What `whole` would return, if it is there already and nothing of it is skipped."""
+    def stored_chunk(self, start: SeqNo, end: SeqNo) -> Chunk | None:  # noqa: ARG002
+        """What `whole_chunk` would return, if it is there already and nothing of it is skipped."""
         return None
 
     @abstractmethod
@@ -106,7 +106,7 @@ class DocumentArray(ABC):
 
     def is_whole_in(self, after: int, through: int) -> bool:
         """Whether every mutation has a number in (`after`, `through`] and none is skipped."""
-        return after < self.first_seq and self.last_seq <= through and self.live == self.count
+        return after < self.first_seq and self.last_seq <= through and self.live_count == self.count
 
     def copy_flags(self, skip_flags: SkipFlags) -> None:
         """Takes a copy of its flags. At memory speed, if its numbers are consecutive."""
@@ -116,7 +116,7 @@ class DocumentArray(ABC):
             self.skip = flags[offset : offset + self.count]
         else:
             self.skip = bytearray([flags[seq - base] for seq in self.seqs()])
-        self.live = self.count - self.skip.count(1)
+        self.live_count = self.count - self.skip.count(1)
 
     def check_invariants(self) -> None:
         """Order, counts. O(count)."""
@@ -125,10 +125,10 @@ class DocumentArray(ABC):
         assert all(a < b for a, b in pairwise(seqs)), "numbers must rise"
         assert self.first_seq <= seqs[0], (self.first_seq, seqs[0])
         assert self.last_seq == seqs[-1], (self.last_seq, seqs[-1])
-        assert 0 <= self.live <= self.count, (self.live, self.count)
+        assert 0 <= self.live_count <= self.count, (self.live_count, self.count)
         if self.skip is not None:
             assert len(self.skip) == self.count, (len(self.skip), self.count)
-            assert self.live == self.skip.count(0), (self.live, self.skip)
+            assert self.live_count == self.skip.count(0), (self.live_count, self.skip)
 
 
 class PublishedArray(DocumentArray):
@@ -147,10 +147,10 @@ class PublishedArray(DocumentArray):
         self._first_cas = first_cas
         self.first_seq = first_seq
         self.last_seq = SeqNo(first_seq + chunk.count - 1)
-        self.count = self.live = chunk.count
+        self.count = self.live_count = chunk.count
         self.nbytes = chunk.nbytes
         self.skip = None
-        self.holders = 0
+        self.holder_count = 0
 
     def index(self, seq: int) -> int:
         if not self.first_seq <= seq <= self.last_seq:
@@ -173,7 +173,7 @@ class PublishedArray(DocumentArray):
     def seqs(self) -> Sequence[int]:
         return range(self.first_seq, self.first_seq + self.count)
 
-    def whole(self, start: SeqNo, end: SeqNo) -> Chunk:
+    def whole_chunk(self, start: SeqNo, end: SeqNo) -> Chunk:
         return self._chunk.numbered_in_place(self.first_seq, self._first_cas, start, end)
 
     def rows(self, after: int, through: int) -> list[Rows]:
@@ -185,7 +185,7 @@ class PublishedArray(DocumentArray):
             through,
         )
         assert self.skip is not None
-        skip = None if self.live == self.count else self.skip
+        skip = None if self.live_count == self.count else self.skip
         return [(self._chunk.encode(), 0, self.count, skip, self.first_seq, self._first_cas)]
 
 
@@ -199,10 +199,10 @@ class NumberedArray(DocumentArray):
         self._chunk = chunk
         self.first_seq = SeqNo(seqs[0])
         self.last_seq = SeqNo(seqs[-1])
-        self.count = self.live = chunk.count
+        self.count = self.live_count = chunk.count
         self.nbytes = chunk.nbytes
         self.skip = None
-        self.holders = 0
+        self.holder_count = 0
 
     def index(self, seq: int) -> int:
         seqs = cast("Sequence[int]", self._chunk.seqs)
@@ -218,15 +218,15 @@ class NumberedArray(DocumentArray):
         seqs: list[int] = self._chunk.seqs.tolist()
         return seqs
 
-    def whole(self, start: SeqNo, end: SeqNo) -> Chunk:
+    def whole_chunk(self, start: SeqNo, end: SeqNo) -> Chunk:
         chunk = self._chunk
         if chunk.start == start and chunk.end == end:
             return chunk
         return chunk.rows(0, chunk.count, start, end)
 
-    def stored(self, start: SeqNo, end: SeqNo) -> Chunk | None:
+    def stored_chunk(self, start: SeqNo, end: SeqNo) -> Chunk | None:
         chunk = self._chunk
-        is_whole = self.live == self.count and chunk.start == start and chunk.end == end
+        is_whole = self.live_count == self.count and chunk.start == start and chunk.end == end
         return chunk if is_whole else None
 
     def rows(self, after: int, through: int) -> list[Rows]:
@@ -235,7 +235,7 @@ class NumberedArray(DocumentArray):
         if after >= self.first_seq or through < self.last_seq:
             seqs = cast("Sequence[int]", chunk.seqs)
             low, high = bisect_right(seqs, after), bisect_right(seqs, through)
-        skip = None if self.live == self.count else self.skip[low:high]
+        skip = None if self.live_count == self.count else self.skip[low:high]
         return [(chunk.encode(), low, high, skip, None, 0)]
 
 
@@ -244,20 +244,20 @@ class SingleArray(DocumentArray):
 
     Args:
         row: The mutation.
-        published: The publisher's chunk that has it and nothing else, and that belongs to nobody
-            else from now on; None for none. It becomes the stored chunk.
+        published_chunk: The publisher's chunk that has it and nothing else, and that belongs to
+            nobody else from now on; None for none. It becomes the stored chunk.
     """
 
     __slots__ = ("_published", "_row")
 
-    def __init__(self, row: Mutation, published: Chunk | None = None) -> None:
+    def __init__(self, row: Mutation, published_chunk: Chunk | None = None) -> None:
         self._row = row
-        self._published = published
+        self._published = published_chunk
         self.first_seq = self.last_seq = row.seq
-        self.count = self.live = 1
+        self.count = self.live_count = 1
         self.nbytes = encoded_bytes(1, len(row.key), len(row.value))
         self.skip = bytearray(1)
-        self.holders = 0
+        self.holder_count = 0
 
     def index(self, seq: int) -> int:
         if seq != self.first_seq:
@@ -270,7 +270,7 @@ class SingleArray(DocumentArray):
     def seqs(self) -> Sequence[int]:
         return (self.first_seq,)
 
-    def whole(self, start: SeqNo, end: SeqNo) -> Chunk:
+    def whole_chunk(self, start: SeqNo, end: SeqNo) -> Chunk:
         row = self._row
         if self._published is not None:
             return self._published.numbered_in_place(row.seq, row.cas, start, end)

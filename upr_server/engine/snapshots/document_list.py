@@ -83,10 +83,10 @@ class DocumentList:
 
     Attributes:
         skip_flags: The flags of the newest arrays and of the rows, all of which they cover.
-        rewritten: Mutations that tidying has copied, ever: a figure for `statistics`.
+        rewritten_count: Mutations that tidying has copied, ever: a figure for `statistics`.
     """
 
-    __slots__ = ("_arrays", "_memory", "_rows", "rewritten", "skip_flags")
+    __slots__ = ("_arrays", "_memory", "_rows", "rewritten_count", "skip_flags")
 
     def __init__(self, rows: OpenRows, memory: MemoryAccount) -> None:
         self._memory = memory
@@ -95,7 +95,7 @@ class DocumentList:
         # should look again. Mostly the two are alike; deletions add little and supersede much.
         self._rows = rows
         self.skip_flags = SkipFlags(rows)
-        self.rewritten = 0
+        self.rewritten_count = 0
 
     def __len__(self) -> int:
         """Arrays; the rows are one more, if there are any."""
@@ -118,9 +118,9 @@ class DocumentList:
             rows.extend(chunk.encode(), low, high, first_seq, first_cas)
             self._memory.arrays += rows.nbytes - nbytes_before
             if rows.is_full:
-                self.seal()
+                self.close_rows()
             return
-        self.seal()
+        self.close_rows()
         for piece in _pieces(chunk, low, high):
             self._append(PublishedArray(piece, first_seq, first_cas))
             first_seq = SeqNo(first_seq + piece.count)
@@ -129,7 +129,7 @@ class DocumentList:
     def add_array(self, chunk: Chunk) -> None:
         """Takes in documents that are not large, with numbers above all so far: a stored chunk. The
         skip flags need not cover it."""
-        self.seal()
+        self.close_rows()
         array, skip_flags = NumberedArray(chunk), self.skip_flags
         if skip_flags:
             covered_count = skip_flags.extend_through(array.last_seq)
@@ -146,7 +146,7 @@ class DocumentList:
         rows.append(row.op, row.key, row.value, row.seq, row.cas, row.flags, row.expiry)
         self._memory.arrays += rows.nbytes - nbytes_before
         if rows.is_full:
-            self.seal()
+            self.close_rows()
 
     def add_singles(self, arrays: Sequence[SingleArray]) -> None:
         """Takes in documents that have an array of their own each, as large ones do. All before
@@ -154,12 +154,12 @@ class DocumentList:
 
         The skip flags must not cover them.
         """
-        self.seal()
+        self.close_rows()
         self.move_flags_to_arrays()
         for array in arrays:
             self._append(array)
 
-    def seal(self) -> None:
+    def close_rows(self) -> None:
         """Makes an array of the rows. O(bytes)."""
         rows = self._rows
         nbytes, first_seq = rows.nbytes, rows.first
@@ -201,14 +201,14 @@ class DocumentList:
         """Flags all of `seqs`, in any order."""
         skip_flags = self.skip_flags
         base = skip_flags.base if skip_flags else SEQ_MAX
-        uncovered = [seq for seq in seqs if seq < base]
-        if len(uncovered) < len(seqs):
+        uncovered_seqs = [seq for seq in seqs if seq < base]
+        if len(uncovered_seqs) < len(seqs):
             for seq in seqs:
                 if seq >= base:
                     skip_flags.skip(seq)
-        if uncovered:
-            uncovered.sort()
-            self._skip_in_arrays(uncovered)
+        if uncovered_seqs:
+            uncovered_seqs.sort()
+            self._skip_in_arrays(uncovered_seqs)
 
     def _skip_in_arrays(self, seqs: list[int]) -> None:
         """Flags rising `seqs` in arrays that have flags of their own, and drops those that are done
@@ -226,8 +226,8 @@ class DocumentList:
             index = array.index(seq)
             assert not skip[index], "superseded twice"
             skip[index] = 1
-            array.live -= 1
-            if not array.live:
+            array.live_count -= 1
+            if not array.live_count:
                 self._memory.arrays -= array.nbytes
                 del arrays[array_index]
 
@@ -241,7 +241,7 @@ class DocumentList:
         while index < len(arrays) and arrays[index].first_seq < below:
             array = arrays[index]
             array.copy_flags(skip_flags)
-            if array.live:
+            if array.live_count:
                 index += 1
             else:
                 self._memory.arrays -= array.nbytes
@@ -269,26 +269,28 @@ class DocumentList:
             return
         for array in self._arrays[bisect_left(self._arrays, skip_flags.base, key=_FIRST) :]:
             if array.skip is None:
-                array.live = array.count - skip_flags.count_skipped(array.first_seq, array.last_seq)
+                array.live_count = array.count - skip_flags.count_skipped(
+                    array.first_seq, array.last_seq
+                )
         sizes = self._live_sizes()
         live_bytes = sum([size for size, _ in sizes])
         nbytes = sum([array.nbytes for array in self._arrays]) + rows.row_bytes
-        too_much = nbytes - 2 * live_bytes - SLACK_BYTES
+        excess_bytes = nbytes - 2 * live_bytes - SLACK_BYTES
         is_complete = True
-        if too_much > 0 or len(self._arrays) > ARRAYS_TO_MERGE_MIN:
-            is_complete = self._rewrite(self._rewrite_divisor(too_much))
+        if excess_bytes > 0 or len(self._arrays) > ARRAYS_TO_MERGE_MIN:
+            is_complete = self._rewrite(self._rewrite_divisor(excess_bytes))
             sizes = self._live_sizes()
-        excess = skip_flags.excess_flags(live)
-        if excess and len(rows) and rows.first < skip_flags.base + excess:
-            self.seal()
-        self.move_flags_to_arrays(skip_flags.base + excess)
+        excess_flag_count = skip_flags.excess_flags(live)
+        if excess_flag_count and len(rows) and rows.first < skip_flags.base + excess_flag_count:
+            self.close_rows()
+        self.move_flags_to_arrays(skip_flags.base + excess_flag_count)
         rows.added = rows.superseded = 0
         rows.mean_bytes = _weighted_mean(sizes)
         rows.tidy_at = min(SLACK_BYTES + live_bytes, TIDY_BYTES_MAX) if is_complete else 0
 
     def _live_sizes(self) -> list[tuple[int, int]]:
         """The live bytes and the live documents of each array, and of the rows."""
-        sizes = [(array.live_bytes, array.live) for array in self._arrays]
+        sizes = [(array.live_bytes, array.live_count) for array in self._arrays]
         rows = self._rows
         count = len(rows)
         if count:
@@ -304,20 +306,20 @@ class DocumentList:
         """Counts documents that were superseded towards the next tidying."""
         self._rows.superseded += count
 
-    def _rewrite_divisor(self, too_much: int) -> int:
+    def _rewrite_divisor(self, excess_bytes: int) -> int:
         """The divisor by which to choose arrays: those with less than 1/divisor live are to be
         rewritten, to free `too_much` bytes."""
         for divisor in LIVE_DIVISORS:
-            if too_much <= 0:
+            if excess_bytes <= 0:
                 break
-            freed = sum(
+            freed_bytes = sum(
                 [
                     array.nbytes - array.live_bytes
                     for array in self._arrays
-                    if divisor * array.live < array.count
+                    if divisor * array.live_count < array.count
                 ]
             )
-            if freed >= too_much:
+            if freed_bytes >= excess_bytes:
                 break
         return divisor
 
@@ -332,11 +334,13 @@ class DocumentList:
         run_bytes = 0
         budget = TIDY_MUTATIONS_MAX
         for array in self._arrays:
-            if not array.live:
+            if not array.live_count:
                 self._memory.arrays -= array.nbytes
                 continue
-            little = divisor * array.live < array.count or array.nbytes < SMALL_ARRAY_BYTES
-            if not little or budget <= 0:
+            is_little_live = (
+                divisor * array.live_count < array.count or array.nbytes < SMALL_ARRAY_BYTES
+            )
+            if not is_little_live or budget <= 0:
                 self._join(run, arrays)
                 arrays.append(array)
                 continue
@@ -354,7 +358,7 @@ class DocumentList:
     def _join(self, run: list[DocumentArray], arrays: list[DocumentArray]) -> None:
         """Adds `run` to `arrays`, rewritten into one array if that is worth it; empties `run`."""
         if len(run) < ARRAYS_TO_MERGE_MIN and not any(
-            2 * array.live < array.count for array in run
+            2 * array.live_count < array.count for array in run
         ):
             arrays += run
             run.clear()
@@ -368,16 +372,16 @@ class DocumentList:
             self._memory.arrays -= array.nbytes
         start, end = SeqNo(run[0].first_seq - 1), run[-1].last_seq
         run.clear()
-        joined = NumberedArray(Chunk(gather(rows, start, end)))
+        joined_array = NumberedArray(Chunk(gather(rows, start, end)))
         if is_shared:
             # The joined array holds none of the skipped documents: a flag left behind would count
             # as skipped a number that is no longer there.
-            skip_flags.clear(joined.first_seq, joined.last_seq)
+            skip_flags.clear(joined_array.first_seq, joined_array.last_seq)
         else:
-            joined.skip = bytearray(joined.count)
-        self._memory.arrays += joined.nbytes
-        self.rewritten += joined.count
-        arrays.append(joined)
+            joined_array.skip = bytearray(joined_array.count)
+        self._memory.arrays += joined_array.nbytes
+        self.rewritten_count += joined_array.count
+        arrays.append(joined_array)
 
     # Reading.
 
@@ -400,16 +404,16 @@ class DocumentList:
     def close(self) -> list[DocumentArray]:
         """The arrays with anything live, with flags of their own; the list is done with.
         O(arrays + bytes of the rows)."""
-        self.seal()
-        live: list[DocumentArray] = []
+        self.close_rows()
+        live_arrays: list[DocumentArray] = []
         for array in self._arrays:
             if array.skip is None:
                 array.copy_flags(self.skip_flags)
-            if array.live:
-                live.append(array)
+            if array.live_count:
+                live_arrays.append(array)
             else:
                 self._memory.arrays -= array.nbytes
-        return live
+        return live_arrays
 
     @property
     def nbytes(self) -> int:

@@ -104,12 +104,12 @@ class MutationManager:
         self._collapsed_count = self._freed_count = 0
         self.dropped_count = 0
         self.persistence = PersistenceCursor(self.snapshots, self.snapshots.entries[0])
-        self.snapshots.add_reader(self.persistence, self.snapshots.entries[0], is_inside=False)
+        self.snapshots.add_cursor(self.persistence, self.snapshots.entries[0], is_inside=False)
 
     @property
     def cursor_count(self) -> int:
         """Cursors, with that for the disk."""
-        return len(self.snapshots.readers)
+        return len(self.snapshots.cursors)
 
     def stop_notifying(self) -> None:
         """Its bucket was deleted: nothing is collapsed or persisted any more. Once the cursors of
@@ -118,7 +118,7 @@ class MutationManager:
         self._candidates.clear()
         self._collapse = None
         self.snapshots.stop_notifying()
-        self.snapshots.remove_reader(self.persistence)
+        self.snapshots.remove_cursor(self.persistence)
 
     # Registering cursors.
 
@@ -151,16 +151,16 @@ class MutationManager:
             ValueError: `start` or `end_at_least` is above the highest number.
         """
         snapshots = self.snapshots
-        if max(start, end_at_least) > snapshots.high:
+        if max(start, end_at_least) > snapshots.high_seq:
             raise ValueError(
-                f"{max(start, end_at_least)} is above the high number {snapshots.high}"
+                f"{max(start, end_at_least)} is above the high number {snapshots.high_seq}"
             )
         backfill = None
-        if start < snapshots.oldest:
+        if start < snapshots.oldest_start:
             # A backfill is needed. A state on disk is that at the persisted end, and at no number
             # before it. (`PartitionReader` asks before it registers, and fixes the end later.)
-            backfill = BackfillNeeded(start, snapshots.persisted)
-            start = snapshots.persisted
+            backfill = BackfillNeeded(start, snapshots.persisted_seq)
+            start = snapshots.persisted_seq
         entry = snapshots.entry_at(start)
         cursor = Cursor(
             snapshots,
@@ -169,9 +169,9 @@ class MutationManager:
             start,
             end_at_least=end_at_least,
             on_ready=on_ready,
-            droppable=droppable,
+            is_droppable=droppable,
         )
-        snapshots.add_reader(cursor, entry, is_inside=not cursor.at_front)
+        snapshots.add_cursor(cursor, entry, is_inside=not cursor.at_front)
         return Registration(cursor, backfill)
 
     # Cursor drop.
@@ -182,12 +182,12 @@ class MutationManager:
         # A cursor level with the disk holds back nothing that the disk's cursor does not hold back
         # too: to drop it would cost a backfill and free nothing.
         is_behind_disk = cursor.oldest_entry.start < self.persistence.oldest_entry.start
-        return cursor.droppable and cursor in self.snapshots.readers and is_behind_disk
+        return cursor.is_droppable and cursor in self.snapshots.cursors and is_behind_disk
 
-    def droppable(self) -> list[Cursor]:
+    def droppable_cursors(self) -> list[Cursor]:
         """The cursors that may be dropped and stand furthest back. O(cursors)."""
         # Only these: while any of them stays, dropping a cursor further on frees nothing.
-        cursors = [cursor for cursor in self.snapshots.readers if self.may_drop(cursor)]
+        cursors = [cursor for cursor in self.snapshots.cursors if self.may_drop(cursor)]
         oldest = min((cursor.oldest_entry.start for cursor in cursors), default=0)
         return [cursor for cursor in cursors if cursor.oldest_entry.start == oldest]
 
@@ -229,10 +229,10 @@ class MutationManager:
             ValueError: Memory holds something that the disk does not have.
         """
         snapshots = self.snapshots
-        if snapshots.persisted < snapshots.high:
-            raise ValueError(f"the disk has {snapshots.persisted} of {snapshots.high}")
+        if snapshots.persisted_seq < snapshots.high_seq:
+            raise ValueError(f"the disk has {snapshots.persisted_seq} of {snapshots.high_seq}")
         waiting_cursors = snapshots.waiting_cursors()
-        for cursor in list(snapshots.readers):
+        for cursor in list(snapshots.cursors):
             if cursor is not self.persistence:
                 cursor.drop()
         self._candidates.clear()
@@ -286,9 +286,9 @@ class MutationManager:
         if not self._has_released:
             return
         self._has_released = False
-        for entry, following in pairwise(self.snapshots.entries):
+        for entry, next_entry in pairwise(self.snapshots.entries):
             # A run is looked for from the newest entry that may belong to it.
-            if not following.is_free or following.following is None:
+            if not next_entry.is_free or next_entry.next_entry is None:
                 self._consider(entry, may_be_short=True)
 
     def join_unwritten(self) -> int:
@@ -328,9 +328,9 @@ class MutationManager:
             or entries_to_collapse(entries, entry, may_be_short=may_be_short, shortest=True) is None
         ):
             return
-        was_wanted = self.needs_collapse
+        needed_collapse = self.needs_collapse
         self._candidates[entry] = may_be_short
-        if not was_wanted and self._on_collapsible is not None:
+        if not needed_collapse and self._on_collapsible is not None:
             self._on_collapsible()
 
     def _next_collapse(self) -> Collapse | None:
@@ -345,9 +345,9 @@ class MutationManager:
 
     def _finish(self, collapse: Collapse) -> None:
         run = collapse.entries
-        merged = ClosedSnapshot.of_chunks(collapse.chunks(), self._memory)
-        merged.renews_keys = collapse.renews_keys
-        self.snapshots.replace(run, merged)
+        merged_snapshot = ClosedSnapshot.of_chunks(collapse.chunks(), self._memory)
+        merged_snapshot.renews_keys = collapse.renews_keys
+        self.snapshots.replace(run, merged_snapshot)
         for entry in run:
             self._candidates.pop(entry, None)
         self._collapsed_count += 1
@@ -360,12 +360,12 @@ class MutationManager:
         """Figures of this partition's queue. O(snapshots)."""
         snapshots = self.snapshots
         return {
-            "high": snapshots.high,
-            "oldest": snapshots.oldest,
+            "high": snapshots.high_seq,
+            "oldest": snapshots.oldest_start,
             "snapshots": len(snapshots),
-            "cursors": len(snapshots.readers),
+            "cursors": len(snapshots.cursors),
             "waiting": len(snapshots.waiting_cursors()),
-            "persisted": snapshots.persisted,
+            "persisted": snapshots.persisted_seq,
             "collapses": self._collapsed_count,
             "dropped": self.dropped_count,
             "freed": self._freed_count,
@@ -375,7 +375,7 @@ class MutationManager:
         """The list, each snapshot, where each cursor stands. O(mutations)."""
         snapshots = self.snapshots
         snapshots.check_invariants()
-        cursors = list(snapshots.readers)
+        cursors = list(snapshots.cursors)
         for entry in snapshots.entries:
             front_count = sum(cursor.entry is entry and cursor.at_front for cursor in cursors)
             inside_count = sum(cursor.held_entries.count(entry) for cursor in cursors)
@@ -390,4 +390,4 @@ class MutationManager:
             assert not cursor.at_front, cursor
         for cursor in snapshots.waiting_cursors():
             assert not cursor.has_next, "a cursor that waits has nothing to read"
-        assert self.persistence in snapshots.readers
+        assert self.persistence in snapshots.cursors

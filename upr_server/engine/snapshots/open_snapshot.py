@@ -87,12 +87,12 @@ class OpenSnapshot:
         return SeqNo(self.rows.start)
 
     @property
-    def high(self) -> SeqNo:
+    def high_seq(self) -> SeqNo:
         """The highest number it ever held; `start` when it is empty."""
         return SeqNo(self.rows.high)
 
     @property
-    def live(self) -> int:
+    def live_count(self) -> int:
         """Mutations that are not superseded: its keys."""
         return self.rows.live
 
@@ -126,29 +126,31 @@ class OpenSnapshot:
         # A superseded number may be a counter's, which has no flag. While there are any, the table
         # returns what is superseded, and flags nothing.
         flags = bytearray() if counters else skip_flags.flags
-        superseded, fresh = table.put_run(chunk, low, high, first_seq, rows.start, rows.base, flags)
+        superseded_seqs, new_key_count = table.put_run(
+            chunk, low, high, first_seq, rows.start, rows.base, flags
+        )
         documents.add_rows(chunk, low, high, first_seq, first_cas)
         rows.high = first_seq + count - 1
-        rows.live += fresh
-        if superseded:
+        rows.live += new_key_count
+        if superseded_seqs:
             if counters:
-                superseded = [seq for seq in superseded if not counters.remove(seq)]
-            documents.skip_all(superseded)
-        if fresh < count:
-            documents.count_superseded(count - fresh)
+                superseded_seqs = [seq for seq in superseded_seqs if not counters.remove(seq)]
+            documents.skip_all(superseded_seqs)
+        if new_key_count < count:
+            documents.count_superseded(count - new_key_count)
         documents.tidy(rows.live)
 
-    def note_added_run(self, superseded: Sequence[int]) -> None:
+    def note_added_run(self, superseded_seqs: Sequence[int]) -> None:
         """The kernel has added a run to the rows: does what it left to do.
 
         Args:
-            superseded: Numbers that the run superseded and that are not flagged yet.
+            superseded_seqs: Numbers that the run superseded and that are not flagged yet.
         """
         documents, counters = self._documents, self._counters
-        if superseded:
-            documents.skip_all([seq for seq in superseded if not counters.remove(seq)])
+        if superseded_seqs:
+            documents.skip_all([seq for seq in superseded_seqs if not counters.remove(seq)])
         if self.rows.is_full:
-            documents.seal()
+            documents.close_rows()
         documents.tidy(self.rows.live)
 
     def _add_one_by_one(
@@ -172,13 +174,13 @@ class OpenSnapshot:
                 chunk if is_alone else None,
             )
 
-    def add(self, row: Mutation, previous_seq: int, published: Chunk | None = None) -> None:
+    def add(self, row: Mutation, previous_seq: int, published_chunk: Chunk | None = None) -> None:
         """Takes in one document. O(1).
 
         Args:
             row: A `SET`, `DELETE` or `EXPIRE` with its number, above all numbers so far.
             previous_seq: The number of the key's older event; 0 where none is known.
-            published: See `SingleArray`.
+            published_chunk: See `SingleArray`.
         """
         documents = self._documents
         if previous_seq <= self.start:
@@ -187,7 +189,7 @@ class OpenSnapshot:
             documents.skip(previous_seq)
             documents.count_superseded(1)
         if len(row.value) > LARGE_VALUE_BYTES:
-            documents.add_singles([SingleArray(row, published)])
+            documents.add_singles([SingleArray(row, published_chunk)])
         else:
             covered_count = documents.skip_flags.extend_through(row.seq)
             documents.add(row)
@@ -234,13 +236,13 @@ class OpenSnapshot:
         """Takes out the older events of keys that have new ones; numbers up to `start` are in other
         snapshots."""
         start, documents, counters = self.start, self._documents, self._counters
-        superseded = [seq for seq in previous_seqs if seq > start]
-        self.rows.live += len(previous_seqs) - len(superseded)
+        superseded_seqs = [seq for seq in previous_seqs if seq > start]
+        self.rows.live += len(previous_seqs) - len(superseded_seqs)
         if counters:
-            superseded = [seq for seq in superseded if not counters.remove(seq)]
-        if superseded:
-            documents.skip_all(superseded)
-            documents.count_superseded(len(superseded))
+            superseded_seqs = [seq for seq in superseded_seqs if not counters.remove(seq)]
+        if superseded_seqs:
+            documents.skip_all(superseded_seqs)
+            documents.count_superseded(len(superseded_seqs))
 
     def add_counter(self, row: Mutation, previous_seq: int) -> None:
         """Takes in one counter: the result of an increment or decrement. O(1).
@@ -283,16 +285,16 @@ class OpenSnapshot:
         renews_keys = rows.live > len(rows.table) - self._key_count
         if not rows.has_counters and not self._documents.has_arrays:
             # Most have no more than the rows.
-            closed = ClosedSnapshot.of_chunk(Chunk(rows.encoded(start, end, True)), memory)
+            closed_snapshot = ClosedSnapshot.of_chunk(Chunk(rows.encoded(start, end, True)), memory)
         else:
             arrays, counters = self._documents.close(), self._counters
-            closed = ClosedSnapshot.of_arrays(
+            closed_snapshot = ClosedSnapshot.of_arrays(
                 start, end, arrays, counters.in_order(), counters.nbytes, memory
             )
             self._documents, self._counters = DocumentList(rows, memory), Counters(memory)
-        closed.renews_keys = renews_keys
+        closed_snapshot.renews_keys = renews_keys
         self._begin(end)
-        return closed
+        return closed_snapshot
 
     # Figures and checks.
 
@@ -310,22 +312,22 @@ class OpenSnapshot:
         """Figures of this snapshot. O(arrays)."""
         return {
             "start": self.start,
-            "high": self.high,
-            "keys": self.live,
+            "high": self.high_seq,
+            "keys": self.live_count,
             "arrays": len(self._documents),
             "counters": len(self._counters),
             "bytes": self.nbytes,
             "window": len(self._documents.skip_flags),
-            "rewritten": self._documents.rewritten,
+            "rewritten": self._documents.rewritten_count,
         }
 
     def check_invariants(self) -> None:
         """Order, counts, unique keys, the end of the skip flags. O(mutations)."""
         self._counters.check_invariants()
         rows = self._documents.check_invariants() + self._counters.in_order()
-        assert all(self.start < row.seq <= self.high for row in rows), "beyond its numbers"
+        assert all(self.start < row.seq <= self.high_seq for row in rows), "beyond its numbers"
         assert len({row.key for row in rows}) == len(rows), "a key occurs twice"
         assert len({row.seq for row in rows}) == len(rows), "a number occurs twice"
-        assert len(rows) == self.live, (len(rows), self.live)
+        assert len(rows) == self.live_count, (len(rows), self.live_count)
         skip_flags = self._documents.skip_flags
-        assert not skip_flags or skip_flags.base + len(skip_flags) == self.high + 1, "their end"
+        assert not skip_flags or skip_flags.base + len(skip_flags) == self.high_seq + 1, "their end"

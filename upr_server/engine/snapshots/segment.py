@@ -57,7 +57,7 @@ class Segment:
         self.start = start
         self.end = end
         for array in arrays:
-            array.holders += 1
+            array.holder_count += 1
         if chunk is not None:
             memory.encoded += chunk.nbytes
 
@@ -83,8 +83,8 @@ class Segment:
             memory.encoded -= self._chunk.nbytes
             self._chunk = None
         for array in self._arrays:
-            array.holders -= 1
-            if not array.holders:
+            array.holder_count -= 1
+            if not array.holder_count:
                 memory.arrays -= array.nbytes
         if self._counters:
             memory.counters -= sum(map(counter_bytes, self._counters))
@@ -97,10 +97,10 @@ class Segment:
         arrays, counters = self._arrays, self._counters
         start, end = self.start, self.end
         if not counters and len(arrays) == 1 and arrays[0].is_whole_in(start, end):
-            return arrays[0].whole(start, end)
+            return arrays[0].whole_chunk(start, end)
         rows = [part for array in arrays for part in array.rows(start, end)]
         documents = Chunk(gather(rows, start, end))
-        return _merged(documents, counters, start, end) if counters else documents
+        return _merge_counters(documents, counters, start, end) if counters else documents
 
     def find(self, seq: int) -> Mutation:
         """The mutation with this number. O(log mutations).
@@ -135,7 +135,9 @@ class Segment:
                 memory.arrays += array.nbytes
 
 
-def _merged(documents: Chunk, counters: Sequence[Mutation], start: SeqNo, end: SeqNo) -> Chunk:
+def _merge_counters(
+    documents: Chunk, counters: Sequence[Mutation], start: SeqNo, end: SeqNo
+) -> Chunk:
     """Documents and counters, by number. O(counters log documents), and a copy: 4,000 documents as
     rows took 8 ms."""
     seqs = cast("Sequence[int]", documents.seqs)
@@ -172,21 +174,25 @@ def segments_of(
         counters: Its counters, in order.
         memory: What the bucket holds.
     """
-    cuts = {counter.seq for counter in counters[SEGMENT_COUNTERS_MAX - 1 :: SEGMENT_COUNTERS_MAX]}
-    cuts.update(_array_cuts(arrays))
-    cuts.add(end)
+    segment_ends = {
+        counter.seq for counter in counters[SEGMENT_COUNTERS_MAX - 1 :: SEGMENT_COUNTERS_MAX]
+    }
+    segment_ends.update(_array_ends(arrays))
+    segment_ends.add(end)
     low = low_counter = 0
-    for cut in sorted(cuts):
-        high = bisect_left(arrays, cut + 1, low, key=_FIRST)
-        high_counter = bisect_left(counters, cut + 1, low_counter, key=_SEQ)
-        yield Segment(start, cut, memory, arrays[low:high], counters[low_counter:high_counter])
-        start = cut
+    for segment_end in sorted(segment_ends):
+        high = bisect_left(arrays, segment_end + 1, low, key=_FIRST)
+        high_counter = bisect_left(counters, segment_end + 1, low_counter, key=_SEQ)
+        yield Segment(
+            start, segment_end, memory, arrays[low:high], counters[low_counter:high_counter]
+        )
+        start = segment_end
         # An array that reaches beyond the cut belongs to the next segment too.
-        low = high - 1 if high > low and arrays[high - 1].last_seq > cut else high
+        low = high - 1 if high > low and arrays[high - 1].last_seq > segment_end else high
         low_counter = high_counter
 
 
-def _array_cuts(arrays: Iterable[DocumentArray]) -> Iterator[SeqNo]:
+def _array_ends(arrays: Iterable[DocumentArray]) -> Iterator[SeqNo]:
     total, last_seq = 0, SeqNo(0)
     for array in arrays:
         if total and total + array.live_bytes > SEGMENT_BYTES:

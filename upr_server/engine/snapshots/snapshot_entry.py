@@ -21,23 +21,23 @@ class SnapshotEntry:
         snapshot: The snapshot.
         front_count: Cursors that have read nothing of it.
         inside_count: Cursors that began to read it, or will from a number inside it.
-        following: The entry behind it; None for that of the open snapshot.
+        next_entry: The entry behind it; None for that of the open snapshot.
     """
 
-    __slots__ = ("following", "front_count", "inside_count", "snapshot", "start")
+    __slots__ = ("front_count", "inside_count", "next_entry", "snapshot", "start")
 
     def __init__(self, snapshot: OpenSnapshot) -> None:
         self.start = snapshot.start
         self.snapshot: OpenSnapshot | ClosedSnapshot = snapshot
         self.front_count = 0
         self.inside_count = 0
-        self.following: SnapshotEntry | None = None
+        self.next_entry: SnapshotEntry | None = None
 
     @property
     def end(self) -> SeqNo:
         """The snapshot's end; of the open one, as of now."""
         snapshot = self.snapshot
-        return snapshot.end if isinstance(snapshot, ClosedSnapshot) else snapshot.high
+        return snapshot.end if isinstance(snapshot, ClosedSnapshot) else snapshot.high_seq
 
     @property
     def is_free(self) -> bool:

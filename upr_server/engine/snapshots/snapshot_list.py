@@ -30,17 +30,17 @@ class ListedCursor(Protocol):
     def seq(self) -> SeqNo:
         """Everything up to this number was handed on."""
 
-    def move_to_front_of(self, following: SnapshotEntry) -> None:
+    def move_to_front_of(self, next_entry: SnapshotEntry) -> None:
         """Moves on to the front of `following`: the cursor has read all of the entry before."""
 
     def wake(self) -> None:
         """There is something to read."""
 
 
-ReaderT = TypeVar("ReaderT", bound=ListedCursor)
+CursorT = TypeVar("CursorT", bound=ListedCursor)
 
 
-class SnapshotList(Generic[ReaderT]):
+class SnapshotList(Generic[CursorT]):
     """One partition's snapshots, oldest first, and the cursors that stand in them.
 
     The last snapshot is open and takes mutations in. Each begins where the one before ends.
@@ -55,19 +55,19 @@ class SnapshotList(Generic[ReaderT]):
         on_released: See above. One cursor that has left one entry calls it without `note_released`.
         open: The open snapshot.
         entries: The entries, oldest first.
-        readers: The cursors, in a dict so that their order is the same in every run.
-        persisted: Everything up to this number is on disk.
+        cursors: The cursors, in a dict so that their order is the same in every run.
+        persisted_seq: Everything up to this number is on disk.
     """
 
     __slots__ = (
         "_memory",
         "_resuming_in_open",
-        "_waiting_readers",
+        "_waiting_cursors",
+        "cursors",
         "entries",
         "on_released",
         "open",
-        "persisted",
-        "readers",
+        "persisted_seq",
     )
 
     def __init__(
@@ -81,23 +81,23 @@ class SnapshotList(Generic[ReaderT]):
         self.on_released = on_released
         self.open = OpenSnapshot(start, rows, memory)
         self.entries = [SnapshotEntry(self.open)]
-        self.persisted = start
-        self.readers: dict[ReaderT, None] = {}
-        self._waiting_readers: dict[ReaderT, None] = {}
+        self.persisted_seq = start
+        self.cursors: dict[CursorT, None] = {}
+        self._waiting_cursors: dict[CursorT, None] = {}
         # Those that resume inside the open snapshot: when it is closed, some have all of it.
-        self._resuming_in_open: dict[ReaderT, None] = {}
+        self._resuming_in_open: dict[CursorT, None] = {}
 
     def __len__(self) -> int:
         """Snapshots, with the open one."""
         return len(self.entries)
 
     @property
-    def high(self) -> SeqNo:
+    def high_seq(self) -> SeqNo:
         """The highest number taken in."""
-        return self.open.high
+        return self.open.high_seq
 
     @property
-    def oldest(self) -> SeqNo:
+    def oldest_start(self) -> SeqNo:
         """Everything above this number is in memory."""
         return self.entries[0].start
 
@@ -123,49 +123,49 @@ class SnapshotList(Generic[ReaderT]):
 
     # For cursors.
 
-    def add_reader(self, reader: ReaderT, entry: SnapshotEntry, *, is_inside: bool) -> None:
+    def add_cursor(self, cursor: CursorT, entry: SnapshotEntry, *, is_inside: bool) -> None:
         """A new cursor stands in `entry`: inside it, or at its front."""
-        self.readers[reader] = None
+        self.cursors[cursor] = None
         if is_inside and entry.snapshot is self.open:
-            self._resuming_in_open[reader] = None
+            self._resuming_in_open[cursor] = None
 
-    def remove_reader(self, reader: ReaderT) -> None:
+    def remove_cursor(self, cursor: CursorT) -> None:
         """A cursor was closed or dropped."""
-        del self.readers[reader]
-        self._waiting_readers.pop(reader, None)
-        self.open.rows.is_awaited = bool(self._waiting_readers)
-        self._resuming_in_open.pop(reader, None)
+        del self.cursors[cursor]
+        self._waiting_cursors.pop(cursor, None)
+        self.open.rows.is_awaited = bool(self._waiting_cursors)
+        self._resuming_in_open.pop(cursor, None)
 
     def note_released(self, entries: Sequence[SnapshotEntry]) -> None:
         """A cursor has left these entries, which rise."""
         for index, entry in enumerate(entries, 1):
             # Neighbours that are free belong to one run, which is found from the last of them.
-            following = entries[index] if index < len(entries) else None
-            if following is None or following is not entry.following or not following.is_free:
+            next_entry = entries[index] if index < len(entries) else None
+            if next_entry is None or next_entry is not entry.next_entry or not next_entry.is_free:
                 self.on_released(entry)
 
     def stop_notifying(self) -> None:
         """Nobody is told any more of what cursors have left."""
         self.on_released = lambda _entry: None
 
-    def add_waiting(self, reader: ReaderT) -> None:
+    def add_waiting(self, cursor: CursorT) -> None:
         """Has `reader` woken by the next mutation."""
-        self._waiting_readers[reader] = None
+        self._waiting_cursors[cursor] = None
         self.open.rows.is_awaited = True
 
     def wake(self) -> None:
         """Tells the cursors that wait that there is something to read. O(cursors that wait)."""
-        if self._waiting_readers:
-            readers, self._waiting_readers = self._waiting_readers, {}
+        if self._waiting_cursors:
+            cursors, self._waiting_cursors = self._waiting_cursors, {}
             self.open.rows.is_awaited = False
-            for reader in readers:
-                reader.wake()
+            for cursor in cursors:
+                cursor.wake()
 
-    def waiting_cursors(self) -> list[ReaderT]:
+    def waiting_cursors(self) -> list[CursorT]:
         """The cursors that wait."""
-        return list(self._waiting_readers)
+        return list(self._waiting_cursors)
 
-    def resuming_in_open(self) -> list[ReaderT]:
+    def resuming_in_open(self) -> list[CursorT]:
         """The cursors that resume inside the open snapshot."""
         return list(self._resuming_in_open)
 
@@ -174,18 +174,18 @@ class SnapshotList(Generic[ReaderT]):
         snapshot = entry.snapshot
         if isinstance(snapshot, ClosedSnapshot):
             return snapshot
-        entry.snapshot = closed = snapshot.close()
+        entry.snapshot = closed_snapshot = snapshot.close()
         # It begins again behind what it held.
-        entry.following = following = SnapshotEntry(snapshot)
-        self.entries.append(following)
+        entry.next_entry = next_entry = SnapshotEntry(snapshot)
+        self.entries.append(next_entry)
         if self._resuming_in_open:
             # A cursor that resumed at the snapshot's very end has all of it: inside the closed one
             # it would announce a snapshot without mutations.
-            for reader in self._resuming_in_open:
-                if reader.seq == closed.end:
-                    reader.move_to_front_of(following)
+            for cursor in self._resuming_in_open:
+                if cursor.seq == closed_snapshot.end:
+                    cursor.move_to_front_of(next_entry)
             self._resuming_in_open.clear()
-        return closed
+        return closed_snapshot
 
     # Freeing what the disk has.
 
@@ -219,7 +219,7 @@ class SnapshotList(Generic[ReaderT]):
                 entry.snapshot.free()
         self.open = OpenSnapshot(seq, self.open.rows, self._memory)
         self.entries = [SnapshotEntry(self.open)]
-        self.persisted = seq
+        self.persisted_seq = seq
         return self.entries[0]
 
     # Collapsing.
@@ -234,13 +234,13 @@ class SnapshotList(Generic[ReaderT]):
             and not any(entry.front_count for entry in run[1:])
         )
 
-    def replace(self, run: Sequence[SnapshotEntry], merged: ClosedSnapshot) -> None:
+    def replace(self, run: Sequence[SnapshotEntry], merged_snapshot: ClosedSnapshot) -> None:
         """Puts one snapshot in the first entry of `run`, and removes the others."""
         for entry in run:
             self.close(entry).free()
         first_entry = run[0]
-        first_entry.snapshot = merged
-        first_entry.following = run[-1].following
+        first_entry.snapshot = merged_snapshot
+        first_entry.next_entry = run[-1].next_entry
         index = bisect_right(self.entries, first_entry.start, key=_START)
         del self.entries[index : index + len(run) - 1]
 
@@ -254,15 +254,15 @@ class SnapshotList(Generic[ReaderT]):
     def check_invariants(self) -> None:
         """Order and each snapshot. O(mutations)."""
         assert self.entries[-1].snapshot is self.open
-        for entry, following in pairwise(self.entries):
+        for entry, next_entry in pairwise(self.entries):
             assert isinstance(entry.snapshot, ClosedSnapshot), "only the last is open"
             assert entry.start == entry.snapshot.start
-            assert entry.snapshot.end == following.start, "snapshots touch"
-            assert entry.following is following
+            assert entry.snapshot.end == next_entry.start, "snapshots touch"
+            assert entry.next_entry is next_entry
         for entry in self.entries:
             entry.snapshot.check_invariants()
-        assert any(entry.start == self.persisted for entry in self.entries), (
+        assert any(entry.start == self.persisted_seq for entry in self.entries), (
             "the disk's end is a boundary"
         )
-        assert self._waiting_readers.keys() <= self.readers.keys()
-        assert self._resuming_in_open.keys() <= self.readers.keys()
+        assert self._waiting_cursors.keys() <= self.cursors.keys()
+        assert self._resuming_in_open.keys() <= self.cursors.keys()

@@ -23,7 +23,7 @@ from upr_protocol.wire import (
     SeqnosReply,
 )
 from upr_server.engine import (
-    Fetched,
+    FetchedItems,
     FetchRequest,
     Partition,
 )
@@ -78,7 +78,7 @@ class _KeysRequest:
     def nbytes(self) -> int:
         return sum(map(len, self._request.keys))
 
-    def apply(self, fetched_items: Fetched) -> Sequence[FetchRequest]:
+    def apply(self, fetched_items: FetchedItems) -> Sequence[FetchRequest]:
         context, request, partition = self._context, self._request, self._partition
         keys = self._keys
         if partition.state is not PartitionState.ACTIVE:
@@ -122,7 +122,7 @@ def seqnos(context: RequestContext, request: Seqnos) -> None:
                     partition.id,
                     partition.failover_log.current,
                     partition.high_seq,
-                    partition.manager.persistence.committed,
+                    partition.manager.persistence.committed_seq,
                     partition.replicas.seq_reached_by(len(partition.replicas)),
                 )
                 for partition in partitions

@@ -22,7 +22,7 @@ from upr_server.engine import (
     Bucket,
     BundleBatches,
     Evaluation,
-    Fetched,
+    FetchedItems,
     MutateResult,
     MutationBatch,
     Partition,
@@ -227,8 +227,8 @@ class _BundleRequest(OrderedReply):
         )
         run_indexes += [low + index for index in applied.remaining_indexes]
         if self._request.durability is not _MEMORY:
-            self._await_lines(bucket, low, applied.lines, targets)
-        return applied.lines
+            self._await_lines(bucket, low, applied.answer_rows, targets)
+        return applied.answer_rows
 
     def _target_at_once(self, bucket: Bucket, partition_id: PartitionId) -> DurabilityTarget | None:
         """How durable a run for a partition must be; None if it waits behind others, or is to be
@@ -302,7 +302,7 @@ class _BundleRequest(OrderedReply):
         if row is not None:
             raise misplaced_error(batch.keys[row - batch.low], partition, count)
 
-    def apply_run(self, run: _RunRequest, fetched_items: Fetched) -> StillNeeded:
+    def apply_run(self, run: _RunRequest, fetched_items: FetchedItems) -> StillNeeded:
         """Applies one run; or says what it needs first."""
         batch, partition = run.batch, run.partition
         # A partition that is no longer active needs none: `mutate` refuses the run.
@@ -363,7 +363,7 @@ class _BundleRequest(OrderedReply):
         # An operation that failed did so because of another change: that must be as durable as what
         # succeeded.
         succeeded = result.last_seq >= result.first_seq
-        seq = partition.high_seq if not succeeded or result.repeated else result.last_seq
+        seq = partition.high_seq if not succeeded or result.is_repeated else result.last_seq
         call = partial(self._finish, index, result)
         call_when_durable(call, partition, self._flusher, seq, target)
 
@@ -486,7 +486,7 @@ class _RunRequest:
     def nbytes(self) -> int:
         return self._bundle.run_bytes(self.index)
 
-    def apply(self, fetched_items: Fetched) -> StillNeeded:
+    def apply(self, fetched_items: FetchedItems) -> StillNeeded:
         return self._bundle.apply_run(self, fetched_items)
 
     def refuse(self, error: ServerError) -> None:

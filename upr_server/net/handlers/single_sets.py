@@ -50,7 +50,7 @@ def _apply(context: RequestContext, bucket: Bucket, sets: SetFrames) -> bytes:
         count = runs.remaining_indexes[0] if runs.remaining_indexes else frame_count - low
         if not count:
             break
-        lines += runs.lines[: RESULT_BYTES * count]
+        lines += runs.answer_rows[: RESULT_BYTES * count]
         # Something that was stored may have expired at once: the next look at it is a new one.
         low += count
     return lines

@@ -76,7 +76,7 @@ def _tell_partitions(context: RequestContext, request: Open, bucket: Bucket) -> 
             PartitionLog(
                 partition.state,
                 partition.high_seq,
-                partition.manager.persistence.committed,
+                partition.manager.persistence.committed_seq,
                 partition.purge_seq,
                 partition.failover_log,
                 partition=partition.id,

@@ -192,7 +192,9 @@ class Backfill:
             elif 0 < self._start < partition.purge_seq:
                 self._broken = Status.ROLLBACK_NEEDED
                 return
-            end = partition.manager.persistence.committed if bounded_end is None else bounded_end
+            end = (
+                partition.manager.persistence.committed_seq if bounded_end is None else bounded_end
+            )
             disk.leases.hold_range(self, partition.id, self._start, end)
             if self._register is not None and end < self._stream_end:
                 self.cursor = self._register(end)
@@ -213,13 +215,13 @@ class Backfill:
             return self._end
         persistence = self._partition.manager.persistence
         floor = max(self._stream_end, self._end_at_least)
-        if floor > persistence.committed:
+        if floor > persistence.committed_seq:
             return None
         first_end = await self._disk.store.ask(
             FindFirstSnapshotEnd(self._disk.bucket.name, self._partition.id, floor)
         )
         # The disk may have a commit of which the server has not heard yet.
-        return min(first_end, persistence.committed)
+        return min(first_end, persistence.committed_seq)
 
     async def _read_chunks(self, after: SeqNo, end: SeqNo) -> SeqNo:
         """Puts the next chunks into the queue. Returns where they end. It keeps no reference to

@@ -215,7 +215,7 @@ class BucketDisk:
         self._fetches += 1
         self._fetched_count += len(requests)
         items = await self.store.ask(
-            FindItems(self.bucket.name, partition.id, requests, partition.eviction.indexed)
+            FindItems(self.bucket.name, partition.id, requests, partition.eviction.indexed_seq)
         )
         rows = items.all_rows()
         return {request.key: row for request, row in zip(requests, rows, strict=False)}

@@ -130,7 +130,7 @@ class Flusher:
 
     def call_when_persisted(self, partition: Partition, seq: SeqNo, call: Persisted) -> None:
         """Calls `call` when everything up to `seq` is on disk; perhaps at once."""
-        if partition.manager.persistence.committed >= seq:
+        if partition.manager.persistence.committed_seq >= seq:
             call(True)
         elif self.full:
             call(False)
@@ -144,7 +144,9 @@ class Flusher:
         self._waiters += 1
         self._wakeup.notify()
         try:
-            await self._committed.wait_until(lambda: partition.manager.persistence.committed >= seq)
+            await self._committed.wait_until(
+                lambda: partition.manager.persistence.committed_seq >= seq
+            )
         finally:
             self._waiters -= 1
 
@@ -156,7 +158,7 @@ class Flusher:
             partition_id = partitions.popleft()
             count += 1
             callbacks = self._callbacks.get(partition_id)
-            committed_seq = self._bucket.partitions[partition_id].manager.persistence.committed
+            committed_seq = self._bucket.partitions[partition_id].manager.persistence.committed_seq
             # They are in the order of their numbers, except that a late one may stand behind higher
             # numbers. It is then answered with these, which is not too early.
             calls_left = TURN_CALLS
@@ -231,7 +233,7 @@ class Flusher:
         """How many mutations are on disk and not yet in the index, without the partitions whose
         index is stuck. O(partitions)."""
         return sum(
-            partition.manager.persistence.committed - partition.eviction.indexed
+            partition.manager.persistence.committed_seq - partition.eviction.indexed_seq
             for partition in self._bucket.partitions
             if partition.id not in self._stuck
         )
@@ -388,7 +390,7 @@ class Flusher:
     def lag_mutations(self) -> int:
         """How many mutations are not on disk. O(partitions)."""
         return sum(
-            partition.high_seq - partition.manager.persistence.committed
+            partition.high_seq - partition.manager.persistence.committed_seq
             for partition in self._bucket.partitions
         )
 

@@ -186,7 +186,7 @@ class LeaseBook:
     def _persisted(self, partition: int) -> SeqNo:
         if partition >= len(self._bucket.partitions):
             raise ServerError(Status.BAD_ARGUMENT, f"partition {partition} does not exist")
-        return self._bucket.partitions[partition].manager.persistence.committed
+        return self._bucket.partitions[partition].manager.persistence.committed_seq
 
     def _is_full(self, range_count: int) -> bool:
         """Whether there is no room for one more lease, of so many ranges."""

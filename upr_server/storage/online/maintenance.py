@@ -161,7 +161,7 @@ class Maintenance:
     def _is_idle(self) -> bool:
         """Whether there is nothing to do until something changes."""
         behind = sum(
-            partition.high_seq - partition.eviction.indexed
+            partition.high_seq - partition.eviction.indexed_seq
             for partition in self._bucket.partitions
             if partition.id not in self._stuck
         )

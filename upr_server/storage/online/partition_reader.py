@@ -104,7 +104,7 @@ class PartitionReader:
         would say so too, and register a cursor at the disk's end at once. Here that must wait: the
         end is fixed when the disk is read, in one step with the lease on the range.
         """
-        if self.seq >= self._partition.snapshots.oldest and not self._ends_earlier_on_disk():
+        if self.seq >= self._partition.snapshots.oldest_start and not self._ends_earlier_on_disk():
             self._cursor = self._register(self.seq, self._end_at_least)
 
     def _ends_earlier_on_disk(self) -> bool:
@@ -112,7 +112,7 @@ class PartitionReader:
         collapsing makes one snapshot of many, and the log keeps the end of each."""
         snapshots = self._partition.snapshots
         end = max(self._stream_end, self._end_at_least)
-        if not self.seq < end <= snapshots.persisted:
+        if not self.seq < end <= snapshots.persisted_seq:
             return False
         excess = snapshots.entry_at(SeqNo(end - 1)).end - end
         return excess > end - self.seq + EXCESS_MUTATIONS_MAX
