@@ -31,7 +31,7 @@ from upr_server.storage.records import (
     parse_expiry_key,
     parse_record,
     parse_token_key,
-    seal,
+    with_checksum,
 )
 from upr_server.storage.simulated_disk import SimulatedDisk
 
@@ -165,7 +165,7 @@ def record(data: bytes) -> None:
     It may also be a partition map, or an answer to a publisher: these come from peers, too."""
     first, key, value = data[0] if data else 0, data[1:4], data[4:]
     if first & MENDED:
-        value = seal(key, value)
+        value = with_checksum(key, value)
     for kind in (BucketRecord, PartitionRecord, LeaseRecord, Watermark, SeqNo, str):
         with suppress(CorruptionError):
             parse_record(key, value, kind)

@@ -38,7 +38,7 @@ def test_the_last_chunk_of_a_snapshot_is_written_with_its_end() -> None:
     assert [(part.start, part.end) for part in first.chunks] == [(0, 2)]
     assert first.ends == []
     assert first.record.partial is not None
-    assert first.record.partial.received == 2
+    assert first.record.partial.received_seq == 2
     assert snapshots.has_unwritten
     snapshots.end_snapshot(SeqNo(4))
     second = snapshots.take_write()

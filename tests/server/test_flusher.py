@@ -241,7 +241,7 @@ async def test_while_the_disk_is_full_nothing_is_promised(autojump_clock: MockCl
         put(run.partition, b"a")
         run.wait_for("before", 1)
         await trio.sleep(0.5)
-        assert run.flusher.full == "no room"
+        assert run.flusher.disk_full_reason == "no room"
         run.wait_for("while it is full", 1)
         assert run.answers == [("before", False), ("while it is full", False)]
         await trio.sleep(2.6)
@@ -249,7 +249,7 @@ async def test_while_the_disk_is_full_nothing_is_promised(autojump_clock: MockCl
         assert run.commit_times == []
         run.store.is_full = False
         await trio.sleep(FULL_DISK_RETRY_S)
-        assert run.flusher.full == ""
+        assert run.flusher.disk_full_reason == ""
         assert len(run.commit_times) == 1
         run.wait_for("after", 1)
         assert run.answers[2:] == [("after", True)]

@@ -37,9 +37,9 @@ async def test_while_a_disk_was_full() -> None:
             chunk = sets(b"k", value=b"%d" % counter)
             return status_of(await answer_to(peer, await send(peer, chunk, MEMORY, P0, counter)))
 
-        disk.flusher.full = "full"
+        disk.flusher.disk_full_reason = "full"
         assert await put(1) is Status.TEMPORARY_FAILURE
-        disk.flusher.full = ""
+        disk.flusher.disk_full_reason = ""
         assert [await put(2), await put(3)] == 2 * [Status.TEMPORARY_FAILURE]
         assert await value_of(peer, b"k") is None
         assert [await put(counter) for counter in (1, 2, 3, 4)] == 4 * [Status.OK]
@@ -51,10 +51,10 @@ async def test_a_publisher_that_never_returns_slows_others_down_for_minutes_only
     async with serving(SimulatedStore()) as server, trio.open_nursery() as nursery:
         (disk,) = server.catalog.disks.values()
         async with speaking(server) as peer:
-            disk.flusher.full = "full"
+            disk.flusher.disk_full_reason = "full"
             answer = await answer_to(peer, await send(peer, sets(b"k"), MEMORY, P0, 1))
             assert status_of(answer) is Status.TEMPORARY_FAILURE
-            disk.flusher.full = ""
+            disk.flusher.disk_full_reason = ""
         answers = disk.bucket.partitions[P0].repeated_batches.answers
         other_token = WriterToken(b"another writer!!", 1)
         nursery.start_soon(server.upkeep.run_expiring)

@@ -149,7 +149,7 @@ def record(folder: Path) -> Recording:
     for commit in range(COMMITS):
         if sweeps:
             step = sweeps[0].step(24 * 1024, (), purge_before_cas=1 << 62)
-            index.apply_compaction(sweeps[0].partition, step.purged, -1)
+            index.apply_compaction(sweeps[0].partition, step.purged_tombstones, -1)
             if step.is_done:
                 del sweeps[0]
         else:

@@ -98,7 +98,7 @@ def _compact(storage: BucketStorage, partition: int, purge_before_cas: int) -> N
     is_done = False
     while not is_done:
         step = sweep.step(20_000, (), purge_before_cas)
-        storage.index.apply_compaction(partition, step.purged, 1 if step.is_done else -1)
+        storage.index.apply_compaction(partition, step.purged_tombstones, 1 if step.is_done else -1)
         is_done = step.is_done
 
 

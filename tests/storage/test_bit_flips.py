@@ -171,7 +171,7 @@ def _read_items(storage: BucketStorage, good: Answers, partition: int) -> bytes:
     # What the server knows, that has seen it come so far.
     indexed = good.stored.partitions[partition].record.high
     try:
-        items = storage.index.find_items(partition, wants(), indexed=indexed)
+        items = storage.index.find_items(partition, wants(), indexed_seq=indexed)
     except StorageError:
         return REFUSED
     except Exception:  # noqa: BLE001  # the test tells of it

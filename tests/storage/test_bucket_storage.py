@@ -166,12 +166,12 @@ def test_a_step_is_bounded(bucket: BucketStorage) -> None:
     for step in tidy(bucket, urgent=True):
         if not step.is_compaction:
             assert step.partition is not None
-            assert 0 < step.indexed - marks[step.partition] <= 300 + 20
-            taken_in = step.indexed - marks[step.partition]
-            marks[step.partition] = step.indexed
+            assert 0 < step.indexed_seq - marks[step.partition] <= 300 + 20
+            taken_in = step.indexed_seq - marks[step.partition]
+            marks[step.partition] = step.indexed_seq
             for other in step.other_partitions:
-                taken_in += other.indexed - marks[other.partition]
-                marks[other.partition] = other.indexed
+                taken_in += other.indexed_seq - marks[other.partition]
+                marks[other.partition] = other.indexed_seq
             assert taken_in <= 300 + 20 + 20
     assert marks == model.highs
 
@@ -182,10 +182,10 @@ def test_partitions_with_little_to_index_share_a_commit(bucket: BucketStorage) -
         overwrite(bucket, model, random)
     step = bucket.maintain(urgent=True, leases=(), purge_before_cas=NEVER)
     progress = {
-        other.partition: (other.indexed, other.item_count) for other in step.other_partitions
+        other.partition: (other.indexed_seq, other.item_count) for other in step.other_partitions
     }
     assert step.partition is not None
-    progress[step.partition] = step.indexed, step.item_count
+    progress[step.partition] = step.indexed_seq, step.item_count
     for partition, (indexed, item_count) in progress.items():
         assert indexed == model.highs[partition]
         assert item_count == len(model.contents(partition, indexed))

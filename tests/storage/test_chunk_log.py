@@ -32,7 +32,7 @@ from upr_server.storage.records import (
     chunk_key,
     parse_record,
     partition_key,
-    seal,
+    with_checksum,
 )
 from upr_server.storage.simulated_disk import SimulatedDisk
 
@@ -314,7 +314,7 @@ def test_every_flipped_bit_of_a_record_is_noticed() -> None:
 )
 def test_a_sealed_record_that_cannot_be_decoded_is_damage(packed: bytes) -> None:
     with pytest.raises(CorruptionError, match="cannot be decoded"):
-        parse_record(BUCKET, seal(BUCKET, packed), BucketRecord)
+        parse_record(BUCKET, with_checksum(BUCKET, packed), BucketRecord)
 
 
 def test_a_chunk_that_is_missing_is_noticed(log: ChunkLog) -> None:

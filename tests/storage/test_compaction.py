@@ -134,7 +134,7 @@ class Life(RuleBasedStateMachine):
         step = self.storage.maintain(
             urgent=urgent,
             leases=[leased for lease in self.leases.values() for leased in lease.ranges],
-            lapsed=list(self.lapsed.values()),
+            lapsed_leases=list(self.lapsed.values()),
             purge_before_cas=self.purge_before(age),
         )
         for lease_id in step.broken_leases:
@@ -144,7 +144,7 @@ class Life(RuleBasedStateMachine):
             assert before[partition] <= step.purge_seq <= self.model.highs[partition]
             assert step.purge_seq == self.log.load().partitions[partition].purge_seq
             mark = self.index.watermark(partition)
-            assert (step.indexed, step.item_count) == (mark.seq, mark.item_count)
+            assert (step.indexed_seq, step.item_count) == (mark.seq, mark.item_count)
         return step
 
     @rule(urgent=st.booleans(), age=AGES)

@@ -196,14 +196,14 @@ def test_a_damaged_watermark_has_its_partition_indexed_anew() -> None:
     assert not bucket.maintain()
     bucket.flip_entry(1, bucket.model.histories[1][0].key)
     bucket.flip_watermark(1)
-    reindexed = bucket.restart().reindexed
+    reindexed = bucket.restart().reindex_reasons
     assert list(reindexed) == [1]
     assert "mismatch" in reindexed[1]
     assert not bucket.maintain()
     assert bucket.damaged_partitions() == []
     for partition in range(PARTITIONS):
         bucket.check(partition)
-    assert bucket.restart().reindexed == {}
+    assert bucket.restart().reindex_reasons == {}
 
 
 def test_an_index_that_is_newer_than_the_log_is_made_anew() -> None:
@@ -217,7 +217,7 @@ def test_an_index_that_is_newer_than_the_log_is_made_anew() -> None:
         bucket.commit(1)
     assert not bucket.maintain()
     bucket._log, bucket.model = log_then, model_then
-    reindexed = bucket.restart().reindexed
+    reindexed = bucket.restart().reindex_reasons
     assert reindexed == {1: f"it is at {5 * CHUNK_ROWS}, and the log ends at {CHUNK_ROWS}"}
     for _ in range(4):
         for partition in range(PARTITIONS):
@@ -225,7 +225,7 @@ def test_an_index_that_is_newer_than_the_log_is_made_anew() -> None:
         assert not bucket.maintain()
         for partition in range(PARTITIONS):
             bucket.check(partition)
-    assert bucket.restart().reindexed == {}
+    assert bucket.restart().reindex_reasons == {}
 
 
 def test_compaction_leaves_out_a_partition_with_damage_and_no_other(

@@ -162,7 +162,7 @@ def test_an_emptied_partition_is_whole_again(original: Path, data: Path, kind: s
     empty = PartitionRecord(PartitionState.REPLICA, (), SeqNo(0), 0)
     for _ in damages(original, data, OF_A_PARTITION[kind]):
         storage, _ = started(data)
-        storage.empty(DAMAGED, empty)
+        storage.empty_partition(DAMAGED, empty)
         assert storage.statistics()["damaged_partitions"] == []
         storage.close()
         storage, stored_bucket = started(data)

@@ -62,7 +62,7 @@ class SlotsMachine(RuleBasedStateMachine):
 
     @rule(sizes=st.lists(st.integers(1, SLOT_BYTES), max_size=6))
     def read(self, sizes: list[int]) -> None:
-        slot = self._slots.lend()
+        slot = self._slots.acquire()
         assert (slot is None) == (len(self._answers) == COUNT)
         self._writer.begin_answer(NO_SLOT if slot is None else slot.number)
         written_slots = []
@@ -117,7 +117,7 @@ test_slots = SlotsMachine.TestCase
 
 def test_a_column_of_a_chunk_keeps_its_slot_lent() -> None:
     with both_ends() as (slots, buffer, _):
-        slot = slots.lend()
+        slot = slots.acquire()
         assert slot is not None
         buffer.begin_answer(slot.number)
         nbytes = buffer.put_chunk(a_chunk(1, 100)).nbytes
@@ -137,7 +137,9 @@ def test_a_column_of_a_chunk_keeps_its_slot_lent() -> None:
 def test_unused_memory_is_given_back() -> None:
     with both_ends() as (slots, buffer, descriptor):
         assert resident_bytes(descriptor) == 0
-        lent = [slot for slot in (slots.lend(), slots.lend(), slots.lend()) if slot is not None]
+        lent = [
+            slot for slot in (slots.acquire(), slots.acquire(), slots.acquire()) if slot is not None
+        ]
         for index in (slot.number for slot in lent):
             buffer.begin_answer(index)
             buffer.put_chunk(a_chunk(1, 1000))
@@ -147,7 +149,7 @@ def test_unused_memory_is_given_back() -> None:
         slots.trim()
         assert resident_bytes(descriptor) == 3 * SLOT_BYTES, "it was in use a moment ago"
         # The last that was given back is the next to be lent; the other is left alone.
-        slots.lend()
+        slots.acquire()
         slots.trim()
         assert resident_bytes(descriptor) == 2 * SLOT_BYTES
         slots.trim()
@@ -158,7 +160,7 @@ def test_unused_memory_is_given_back() -> None:
 def test_views_outlive_both_ends() -> None:
     draw = Random(1)
     with both_ends() as (slots, buffer, _):
-        slot = slots.lend()
+        slot = slots.acquire()
         assert slot is not None
         buffer.begin_answer(slot.number)
         chunk = a_chunk(1, draw.randrange(1000))
@@ -170,7 +172,7 @@ def test_views_outlive_both_ends() -> None:
 
 def test_a_chunk_in_the_slot_must_be_in_the_answer() -> None:
     with both_ends() as (slots, buffer, _):
-        slot = slots.lend()
+        slot = slots.acquire()
         assert slot is not None
         buffer.begin_answer(slot.number)
         buffer.put_chunk(a_chunk(1, 10))

@@ -181,7 +181,7 @@ async def test_a_folder_with_another_name_is_not_taken_for_the_bucket_that_it_wa
     async with open_store(tmp_path, bytes_max=MAP_BYTES) as store:
         loaded = await store.ask(LoadBuckets())
     assert loaded.buckets == []
-    assert loaded.damaged == {"renamed": f"its record is that of the bucket {BUCKET.name}"}
+    assert loaded.damaged_buckets == {"renamed": f"its record is that of the bucket {BUCKET.name}"}
 
 
 async def test_committed_items_are_read_looked_up_and_expire(opener: Opener) -> None:

@@ -158,7 +158,7 @@ class Truncations(RuleBasedStateMachine):
         self.storage = BucketStorage(self.log, self.index)
         stored_partition = self.storage.open().partitions[PARTITION]
         assert stored_partition.record == record(self.high, self.partial)
-        assert stored_partition.indexed == self.mark
+        assert stored_partition.indexed_seq == self.mark
 
     @invariant()
     def the_log_has_what_was_received(self) -> None:
@@ -293,7 +293,7 @@ def test_a_crash_during_a_truncation_to_0_leaves_no_index_entries() -> None:
     bucket.maintain(urgent=True, leases=(), purge_before_cas=0)
     bucket.index.delete_entries(PARTITION, 0)
     again = BucketStorage(log, index)
-    assert again.open().partitions[PARTITION].indexed == 0
+    assert again.open().partitions[PARTITION].indexed_seq == 0
     assert not again.index.has_entries(PARTITION)
 
 

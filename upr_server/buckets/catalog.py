@@ -174,8 +174,8 @@ class BucketCatalog:
         async with trio.open_nursery() as nursery:
             self._nursery = nursery
             loaded = await self._store.ask(LoadBuckets())
-            self.damaged.update(loaded.damaged)
-            for name, damage in loaded.damaged.items():
+            self.damaged.update(loaded.damaged_buckets)
+            for name, damage in loaded.damaged_buckets.items():
                 log.error(
                     "damaged bucket; the others are served; run upr-server check",
                     bucket=name,
@@ -192,7 +192,7 @@ class BucketCatalog:
 
     async def _recover(self, stored_bucket: StoredBucket) -> None:
         record = stored_bucket.record
-        for partition, damage in stored_bucket.reindexed.items():
+        for partition, damage in stored_bucket.reindex_reasons.items():
             log.error(
                 "damaged key index; making it anew",
                 bucket=record.name,

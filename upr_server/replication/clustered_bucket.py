@@ -204,9 +204,10 @@ class ClusteredBucket:
             for partition in partitions:
                 await self.disk.flusher.wait_until_persisted(partition, partition.high_seq)
             return
+        reason = self.disk.flusher.disk_full_reason or "the disk is slow"
         raise DiskFullError(
             f"the latest writes of {self.disk.bucket.name!r} are not on disk after "
-            f"{PERSIST_S:.0f} s: {self.disk.flusher.full or 'the disk is slow'}; repeat the command"
+            f"{PERSIST_S:.0f} s: {reason}; repeat the command"
         )
 
     async def _change(self, changes: list[RoleChange]) -> None:

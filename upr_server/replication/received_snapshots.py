@@ -62,7 +62,7 @@ class ReceivedSnapshots:
     ) -> None:
         self.log = log
         self.high = high
-        self.received_seq = high if partial is None else partial.received
+        self.received_seq = high if partial is None else partial.received_seq
         self.last_cas = last_cas
         self.nbytes = 0
         self.has_unwritten = False
@@ -183,7 +183,7 @@ class ReceivedSnapshots:
             written_through = held_chunks[0].start
             partial = None
             if written_through > self.high:
-                partial = msgspec.structs.replace(record.partial, received=written_through)
+                partial = msgspec.structs.replace(record.partial, received_seq=written_through)
             record = msgspec.structs.replace(record, partial=partial)
         write = ReceivedWrite(record, chunks, self._ends, self._answers, self._purge_seq)
         self._chunks, self._ends, self._answers = held_chunks, [], []

@@ -61,12 +61,12 @@ class IndexProgress(msgspec.Struct, frozen=True):
 
     Attributes:
         partition: The partition.
-        indexed: How far the index has followed its log.
-        item_count: How many keys exist at `indexed`.
+        indexed_seq: How far the index has followed its log.
+        item_count: How many keys exist at `indexed_seq`.
     """
 
     partition: int
-    indexed: SeqNo
+    indexed_seq: SeqNo
     item_count: int
 
 
@@ -76,8 +76,8 @@ class MaintenanceStep(msgspec.Struct, frozen=True):
     Attributes:
         partition: The partition that it worked on; -1 when there was nothing to do. A step of
             indexing works on the one whose index is furthest behind.
-        indexed: How far the index has followed its log.
-        item_count: How many keys exist at `indexed`.
+        indexed_seq: How far the index has followed its log.
+        item_count: How many keys exist at `indexed_seq`.
         purge_seq: The partition's purge number.
         is_compaction: Whether it was a step of a compaction, and not of indexing.
         has_more: Whether there is more to do at once.
@@ -88,7 +88,7 @@ class MaintenanceStep(msgspec.Struct, frozen=True):
     """
 
     partition: int | None = None
-    indexed: SeqNo = SeqNo(0)
+    indexed_seq: SeqNo = SeqNo(0)
     item_count: int = 0
     purge_seq: SeqNo = SeqNo(0)
     is_compaction: bool = False
@@ -140,23 +140,23 @@ class BucketStorage:
     Args:
         log: Where the log is stored.
         index: Where the index is stored.
-        copied: Copies a chunk that was read to where its reader takes it from.
+        copy_chunk: Copies a chunk that was read to where its reader takes it from.
 
     Attributes:
         log: The log.
         index: The index.
-        copied: As given.
+        copy_chunk: As given.
     """
 
     def __init__(
         self,
         log: OrderedMap,
         index: OrderedMap,
-        copied: Callable[[Chunk], Chunk] = Chunk.copied,
+        copy_chunk: Callable[[Chunk], Chunk] = Chunk.copied,
     ) -> None:
         self.log = ChunkLog(log)
         self.index = KeyIndex(index, self.log)
-        self.copied = copied
+        self.copy_chunk = copy_chunk
         self._partitions: list[_PartitionUsage] = []
         self._compaction: Compaction | None = None
         self._garbage_at_start = 0
@@ -171,21 +171,21 @@ class BucketStorage:
         A partition is indexed anew if the record of how far its index is was damaged, or names more
         than the log has: the log has everything that the index should have. A partition with a
         damaged record is left as it is: log and index of it are neither read nor written until
-        `empty`.
+        `empty_partition`.
 
         Raises:
             CorruptionError: A record that concerns the whole bucket is damaged or missing.
         """
         stored_bucket = self.log.load()
         sizes = self.log.chunk_bytes()
-        reindexed: dict[int, str] = {}
+        reindex_reasons: dict[int, str] = {}
         self._partitions = [
             _PartitionUsage(
                 partition.record.high,
                 partition.purge_seq,
                 Watermark()
                 if partition.damage
-                else self._watermark(partition_id, partition.record.high, reindexed),
+                else self._watermark(partition_id, partition.record.high, reindex_reasons),
                 sizes.get(partition_id, 0),
                 partition.damage,
                 is_refused=bool(partition.damage),
@@ -207,25 +207,27 @@ class BucketStorage:
             stored_bucket,
             partitions=[
                 msgspec.structs.replace(
-                    partition, indexed=usage.watermark.seq, item_count=usage.watermark.item_count
+                    partition,
+                    indexed_seq=usage.watermark.seq,
+                    item_count=usage.watermark.item_count,
                 )
                 for partition, usage in zip(stored_bucket.partitions, self._partitions, strict=True)
             ],
-            reindexed=reindexed,
+            reindex_reasons=reindex_reasons,
         )
 
-    def _watermark(self, partition: int, high: SeqNo, reindexed: dict[int, str]) -> Watermark:
+    def _watermark(self, partition: int, high: SeqNo, reindex_reasons: dict[int, str]) -> Watermark:
         """How far a partition's index is. If nobody can tell, or it is beyond the log's end at
-        `high`, the index is emptied; why goes into `reindexed`."""
+        `high`, the index is emptied; why goes into `reindex_reasons`."""
         try:
             mark = self.index.watermark(partition)
             if mark.seq <= high:
                 return mark
             # The log is older than the index: it was copied before, or restored alone. What comes
             # next would have numbers that the index has already, for other keys.
-            reindexed[partition] = f"it is at {mark.seq}, and the log ends at {high}"
+            reindex_reasons[partition] = f"it is at {mark.seq}, and the log ends at {high}"
         except CorruptionError as error:
-            reindexed[partition] = str(error)
+            reindex_reasons[partition] = str(error)
         while self.index.delete_entries(partition, INDEX_DELETE_KEYS):
             pass
         return Watermark()
@@ -283,14 +285,14 @@ class BucketStorage:
                 f"partition {partition} cannot end at {record.high}: it is indexed up to "
                 f"{usage.watermark.seq}"
             )
-        broken = self.log.truncate(partition, record, tokens)
+        broken_leases = self.log.truncate(partition, record, tokens)
         self._compaction = None
         usage.high = record.high
         if not record.high:
             usage.purge_seq = SeqNo(0)
             usage.chunk_bytes = 0
             usage.damage, usage.is_stuck = "", False
-        return broken
+        return broken_leases
 
     def _check_not_refused(self, partitions: Iterable[int]) -> None:
         for partition in partitions:
@@ -298,7 +300,7 @@ class BucketStorage:
             if usage.is_refused:
                 raise CorruptionError(f"partition {partition} is not written to: {usage.damage}")
 
-    def empty(self, partition: int, record: PartitionRecord) -> None:
+    def empty_partition(self, partition: int, record: PartitionRecord) -> None:
         """Deletes everything that a partition has, also one with damaged records. Afterwards it can
         be used.
 
@@ -308,7 +310,7 @@ class BucketStorage:
         """
         while self.delete_index_entries(partition):
             pass
-        self.log.empty(partition, record)
+        self.log.empty_partition(partition, record)
         self._partitions[partition] = _PartitionUsage(SeqNo(0), SeqNo(0), Watermark(), 0)
 
     def delete_index_entries(self, partition: int) -> bool:
@@ -329,7 +331,7 @@ class BucketStorage:
         *,
         urgent: bool,
         leases: Sequence[tuple[int, int, int]],
-        lapsed: Sequence[LeaseRecord] = (),
+        lapsed_leases: Sequence[LeaseRecord] = (),
         purge_before_cas: int,
         keep_unindexed: int = 0,
     ) -> MaintenanceStep:
@@ -340,22 +342,24 @@ class BucketStorage:
         Raises:
             DiskFullError: There is not enough space; nothing has changed.
         """
-        behind = self._furthest_behind(urgent, keep_unindexed)
+        partition_behind = self._furthest_behind(urgent, keep_unindexed)
         compaction = self._due_compaction()
-        broken: Sequence[int] = ()
+        broken_leases: Sequence[int] = ()
         other_partitions: Sequence[int] = ()
         damage = ""
-        if compaction is not None and (behind is None or self._compacts_next(urgent)):
+        if compaction is not None and (partition_behind is None or self._compacts_next(urgent)):
             partition = compaction.partition
             try:
-                broken, damage = self._compact(compaction, leases, lapsed, purge_before_cas)
+                broken_leases, damage = self._compact(
+                    compaction, leases, lapsed_leases, purge_before_cas
+                )
             except CorruptionError as error:
                 self._compaction = None
                 damage = str(error)
             is_compaction = True
-        elif behind is not None:
-            partition = behind
-            other_partitions, damage = self._follow(behind, keep_unindexed)
+        elif partition_behind is not None:
+            partition = partition_behind
+            other_partitions, damage = self._follow(partition_behind, keep_unindexed)
             is_compaction = False
         else:
             return MaintenanceStep()
@@ -370,7 +374,7 @@ class BucketStorage:
             is_compaction,
             self._furthest_behind(urgent, keep_unindexed) is not None
             or self._due_compaction() is not None,
-            broken,
+            broken_leases,
             damage,
             usage.is_stuck,
             [self._index_progress(index) for index in other_partitions],
@@ -384,17 +388,17 @@ class BucketStorage:
         garbage = sum(usage.garbage_bytes for usage in self._partitions)
         live = sum(usage.chunk_bytes for usage in self._partitions) - garbage
         if garbage > WASTEFUL_SHARE * live + 2 * GARBAGE_BYTES:
-            indexing, compacting = STEPS_WASTEFUL
+            indexing_steps, compaction_steps = STEPS_WASTEFUL
         else:
-            indexing, compacting = STEPS_URGENT if urgent else STEPS
-        self._steps_in_round = (self._steps_in_round + 1) % (indexing + compacting)
-        return self._steps_in_round >= indexing
+            indexing_steps, compaction_steps = STEPS_URGENT if urgent else STEPS
+        self._steps_in_round = (self._steps_in_round + 1) % (indexing_steps + compaction_steps)
+        return self._steps_in_round >= indexing_steps
 
     def _furthest_behind(self, urgent: bool, keep_unindexed: int) -> int | None:
         """The partition to index, or None if that is not due."""
         lags = [usage.lag for usage in self._partitions]
-        behind = sum(lags) - keep_unindexed
-        if behind <= 0 or (not urgent and behind < INDEX_LAG_MUTATIONS):
+        lag_sum = sum(lags) - keep_unindexed
+        if lag_sum <= 0 or (not urgent and lag_sum < INDEX_LAG_MUTATIONS):
             return None
         return max(range(len(lags)), key=lags.__getitem__)
 
@@ -407,8 +411,10 @@ class BucketStorage:
         throughs: dict[int, SeqNo] = {}
         for index in self._furthest_first(partition):
             usage = self._partitions[index]
-            rounding = 0 if index == partition else lag_sum - 1
-            throughs[index] = SeqNo(usage.high - (keep_unindexed * usage.lag + rounding) // lag_sum)
+            rounding_up = 0 if index == partition else lag_sum - 1
+            throughs[index] = SeqNo(
+                usage.high - (keep_unindexed * usage.lag + rounding_up) // lag_sum
+            )
         try:
             marks = self.index.follow_logs(throughs, INDEX_MUTATIONS)
         except CorruptionError:
@@ -468,15 +474,15 @@ class BucketStorage:
         self,
         compaction: Compaction,
         leases: Sequence[tuple[int, int, int]],
-        lapsed: Sequence[LeaseRecord],
+        lapsed_leases: Sequence[LeaseRecord],
         purge_before_cas: int,
     ) -> tuple[Sequence[int], str]:
         """One step. Returns the leases that it broke, and what is damaged in the index."""
         usage = self._partitions[compaction.partition]
-        leased = [
+        leased_ranges = [
             (start, end) for partition, start, end in leases if partition == compaction.partition
         ]
-        step = compaction.step(COMPACTION_BYTES, leased, purge_before_cas, lapsed)
+        step = compaction.step(COMPACTION_BYTES, leased_ranges, purge_before_cas, lapsed_leases)
         usage.chunk_bytes += step.grown_bytes
         usage.purge_seq = step.purge_seq
         if step.is_done:
@@ -486,11 +492,13 @@ class BucketStorage:
             usage.watermark = msgspec.structs.replace(usage.watermark, garbage_bytes=garbage_bytes)
             self._compaction = None
             self._compactions += 1
-        if step.is_done or step.purged:
+        if step.is_done or step.purged_tombstones:
             # The log is compacted, and the server must learn the purge number whatever happens
             # here. Stale index entries of purged tombstones do no harm: they say "deleted".
             try:
-                self.index.apply_compaction(compaction.partition, step.purged, usage.garbage_bytes)
+                self.index.apply_compaction(
+                    compaction.partition, step.purged_tombstones, usage.garbage_bytes
+                )
             except DiskFullError:
                 pass
             except CorruptionError as error:

@@ -83,12 +83,12 @@ class LoadedBuckets(msgspec.Struct, frozen=True):
 
     Attributes:
         buckets: The buckets that can be served, by name.
-        damaged: Why the others cannot be served, by the name of the bucket's folder.
+        damaged_buckets: Why the others cannot be served, by the name of the bucket's folder.
         leftovers: Why folders that a crash left could not be removed, by name.
     """
 
     buckets: Sequence[StoredBucket]
-    damaged: dict[str, str]
+    damaged_buckets: dict[str, str]
     leftovers: dict[str, str] = {}
 
 
@@ -98,7 +98,7 @@ class LoadBuckets(StoreCall[LoadedBuckets], frozen=True):
 
     def run_on(self, server: StorageServer) -> LoadedBuckets:
         buckets: list[StoredBucket] = []
-        damaged: dict[str, str] = {}
+        damaged_buckets: dict[str, str] = {}
         leftovers = server.remove_leftovers()
         for name in server.names():
             try:
@@ -110,8 +110,8 @@ class LoadBuckets(StoreCall[LoadedBuckets], frozen=True):
                 buckets.append(bucket)
             except CorruptionError as error:
                 server.close_bucket(name)
-                damaged[name] = str(error)
-        return LoadedBuckets(buckets, damaged, leftovers)
+                damaged_buckets[name] = str(error)
+        return LoadedBuckets(buckets, damaged_buckets, leftovers)
 
 
 def _check_partition_map(bucket: StoredBucket) -> None:
@@ -305,8 +305,8 @@ class Maintain(BucketCall[tuple[MaintenanceStep, dict[str, Any]]], frozen=True, 
     Attributes:
         urgent: Whether to index what there is, however little.
         leases: (partition, start, end) of the ranges that are held.
-        lapsed: Leases that hold nothing back. If something of their ranges is dropped, the same
-            commit marks them broken.
+        lapsed_leases: Leases that hold nothing back. If something of their ranges is dropped, the
+            same commit marks them broken.
         purge_before_cas: Tombstones with a lower CAS are old enough to go.
         keep_unindexed: So many of the bucket's mutations stay unindexed: what is not indexed can be
             truncated.
@@ -314,7 +314,7 @@ class Maintain(BucketCall[tuple[MaintenanceStep, dict[str, Any]]], frozen=True, 
 
     urgent: bool
     leases: Sequence[tuple[int, int, int]]
-    lapsed: Sequence[LeaseRecord] = ()
+    lapsed_leases: Sequence[LeaseRecord] = ()
     purge_before_cas: int
     keep_unindexed: int = 0
 
@@ -322,7 +322,7 @@ class Maintain(BucketCall[tuple[MaintenanceStep, dict[str, Any]]], frozen=True, 
         step = bucket.maintain(
             urgent=self.urgent,
             leases=self.leases,
-            lapsed=self.lapsed,
+            lapsed_leases=self.lapsed_leases,
             purge_before_cas=self.purge_before_cas,
             keep_unindexed=self.keep_unindexed,
         )
@@ -390,7 +390,7 @@ class ReadChunks(BucketCall[list[Chunk]], frozen=True):
             self.through,
             bytes_max=self.bytes_max,
             in_pieces=True,
-            copied=bucket.copied,
+            copy_chunk=bucket.copy_chunk,
         )
 
 
@@ -445,17 +445,17 @@ class ItemsFound(msgspec.Struct, frozen=True):
 
 
 class FindItems(BucketCall[ItemsFound], frozen=True):
-    """Looks items up by key, as of the index's watermark, which has reached `indexed`. Answers as
-    many as fit into one answer, and at least one. What is damaged is a `damaged_item`."""
+    """Looks items up by key, as of the index's watermark, which has reached `indexed_seq`. Answers
+    as many as fit into one answer, and at least one. What is damaged is a `damaged_item`."""
 
     is_read: ClassVar[bool] = True
 
     partition: int
     requests: Sequence[FetchRequest]
-    indexed: int = 0
+    indexed_seq: int = 0
 
     def run(self, bucket: BucketStorage) -> ItemsFound:
-        rows = bucket.index.find_items(self.partition, self.requests, indexed=self.indexed)
+        rows = bucket.index.find_items(self.partition, self.requests, indexed_seq=self.indexed_seq)
         return ItemsFound.of(rows)
 
 

@@ -47,9 +47,9 @@ from upr_server.storage.records import (
     parse_token_key,
     partition_key,
     read_seq,
-    seal,
     token_key,
-    unseal,
+    with_checksum,
+    without_checksum,
 )
 
 COMMIT_RESERVE_BYTES: Final = 64 * 1024 * 1024
@@ -103,8 +103,8 @@ class StoredPartition(msgspec.Struct, frozen=True):
         record: Its record.
         purge_seq: Its purge number.
         tokens: Answers to publishers, by publisher and rising counter.
-        indexed: How far the index has followed the log.
-        item_count: How many keys exist at `indexed`.
+        indexed_seq: How far the index has followed the log.
+        item_count: How many keys exist at `indexed_seq`.
         damage: Which of its records is damaged; empty for none. Then nothing is known of the
             partition, and the other fields are those of an empty one.
     """
@@ -112,7 +112,7 @@ class StoredPartition(msgspec.Struct, frozen=True):
     record: PartitionRecord
     purge_seq: SeqNo
     tokens: Sequence[StoredAnswer]
-    indexed: SeqNo = SeqNo(0)
+    indexed_seq: SeqNo = SeqNo(0)
     item_count: int = 0
     damage: str = ""
 
@@ -126,7 +126,7 @@ class StoredBucket(msgspec.Struct, frozen=True):
         partitions: Its partitions, in order.
         leases: Its leases, without those that are damaged.
         partition_map: Its partition map, as JSON; empty for none.
-        reindexed: Why the key index of partitions was damaged; it is made anew.
+        reindex_reasons: Why the key index of partitions was damaged; it is made anew.
         damaged_leases: Why leases cannot be read, by their IDs.
     """
 
@@ -135,7 +135,7 @@ class StoredBucket(msgspec.Struct, frozen=True):
     partitions: Sequence[StoredPartition]
     leases: Sequence[LeaseRecord]
     partition_map: str = ""
-    reindexed: dict[int, str] = {}
+    reindex_reasons: dict[int, str] = {}
     damaged_leases: dict[int, str] = {}
 
 
@@ -171,10 +171,10 @@ class ChunkLog:
                 that is written here.
         """
         with self.ordered_map.read() as transaction:
-            sealed = transaction.get(BUCKET)
-            if sealed is None:
+            stored_value = transaction.get(BUCKET)
+            if stored_value is None:
                 raise CorruptionError("the log has no record of its bucket")
-            record = parse_record(BUCKET, sealed, BucketRecord)
+            record = parse_record(BUCKET, stored_value, BucketRecord)
             tokens: list[list[StoredAnswer]] = [[] for _ in range(record.partition_count)]
             damages: dict[int, str] = {}
             first_key, last_key = TOKEN, TOKEN + b"\xff" * 32
@@ -186,7 +186,7 @@ class ChunkLog:
                         f"{record.partition_count} partitions"
                     )
                 try:
-                    answer = unseal(key, value)
+                    answer = without_checksum(key, value)
                 except CorruptionError as error:
                     damages.setdefault(partition, str(error))
                 else:
@@ -231,35 +231,35 @@ class ChunkLog:
     ) -> tuple[tuple[LeaseRecord, ...], dict[int, str]]:
         """The leases, and why others cannot be read, by their IDs."""
         leases: list[LeaseRecord] = []
-        damaged: dict[int, str] = {}
+        damaged_leases: dict[int, str] = {}
         for key, value in transaction.scan(LEASE, lease_key(SEQS_END)):
             try:
                 leases.append(parse_record(key, value, LeaseRecord))
             except CorruptionError as error:
-                damaged[parse_lease_key(key)] = str(error)
-        return tuple(leases), damaged
+                damaged_leases[parse_lease_key(key)] = str(error)
+        return tuple(leases), damaged_leases
 
     def _is_clean(self, transaction: ReadTransaction) -> bool:
         """Whether there is the mark of a clean stop. A damaged one is none: that is always safe."""
-        sealed = transaction.get(CLEAN_STOP)
-        if sealed is None:
+        stored_value = transaction.get(CLEAN_STOP)
+        if stored_value is None:
             return False
         try:
-            unseal(CLEAN_STOP, sealed)
+            without_checksum(CLEAN_STOP, stored_value)
         except CorruptionError:
             return False
         return True
 
     def _cluster_map(self, transaction: ReadTransaction) -> str:
-        sealed = transaction.get(PARTITION_MAP)
-        return "" if sealed is None else parse_record(PARTITION_MAP, sealed, str)
+        stored_value = transaction.get(PARTITION_MAP)
+        return "" if stored_value is None else parse_record(PARTITION_MAP, stored_value, str)
 
     def _record(self, transaction: ReadTransaction, partition: int) -> PartitionRecord:
         key = partition_key(PARTITION, partition)
-        sealed = transaction.get(key)
-        if sealed is None:
+        stored_value = transaction.get(key)
+        if stored_value is None:
             raise CorruptionError(f"the record of partition {partition} is missing")
-        return parse_record(key, sealed, PartitionRecord)
+        return parse_record(key, stored_value, PartitionRecord)
 
     def _put_record(
         self, transaction: WriteTransaction, partition: int, record: PartitionRecord
@@ -316,7 +316,7 @@ class ChunkLog:
                 transaction.delete(partition_key(FLOOR, partition))
             return self._break_leases(transaction, partition, record.high)
 
-    def empty(self, partition: int, record: PartitionRecord) -> None:
+    def empty_partition(self, partition: int, record: PartitionRecord) -> None:
         """Deletes everything that a partition has, whatever is damaged of it.
 
         Args:
@@ -338,21 +338,22 @@ class ChunkLog:
     def _break_leases(self, transaction: WriteTransaction, partition: int, end: SeqNo) -> list[int]:
         """Marks the leases as broken whose ranges reach behind the new end of a partition, and
         deletes those that cannot be read."""
-        broken: list[int] = []
-        for key, sealed in list(transaction.scan(LEASE, lease_key(SEQS_END))):
+        broken_leases: list[int] = []
+        for key, stored_value in list(transaction.scan(LEASE, lease_key(SEQS_END))):
             try:
-                lease = parse_record(key, sealed, LeaseRecord)
+                lease = parse_record(key, stored_value, LeaseRecord)
             except CorruptionError:
                 transaction.delete(key)
-                broken.append(parse_lease_key(key))
+                broken_leases.append(parse_lease_key(key))
                 continue
             if lease.is_whole and any(
-                leased == partition and leased_end > end for leased, _, leased_end in lease.ranges
+                leased_partition == partition and leased_end > end
+                for leased_partition, _, leased_end in lease.ranges
             ):
                 lease = msgspec.structs.replace(lease, is_whole=False)
                 transaction.put(key, pack_record(key, lease))
-                broken.append(lease.lease_id)
-        return broken
+                broken_leases.append(lease.lease_id)
+        return broken_leases
 
     def _truncate(
         self, transaction: WriteTransaction, partition: int, record: PartitionRecord
@@ -370,7 +371,7 @@ class ChunkLog:
     def mark_clean_stop(self) -> None:
         """Sets the mark of a clean stop: everything that the server had is in the log."""
         with self.ordered_map.write() as transaction:
-            transaction.put(CLEAN_STOP, seal(CLEAN_STOP, b""))
+            transaction.put(CLEAN_STOP, with_checksum(CLEAN_STOP, b""))
 
     def remove_clean_mark(self) -> None:
         """Has the next start begin new histories, as after a stop that was not clean."""
@@ -417,9 +418,9 @@ class ChunkLog:
         newest: dict[bytes, bytes] = {}
         for rows in answers:
             newest.update(answer_records(rows, partition_key(TOKEN, partition)))
-        for key, sealed in sorted(newest.items()):
-            if sealed:
-                transaction.put(key, sealed)
+        for key, stored_value in sorted(newest.items()):
+            if stored_value:
+                transaction.put(key, stored_value)
             else:
                 transaction.delete(key)
 
@@ -534,7 +535,7 @@ class ChunkLog:
         bytes_max: int,
         mutations_max: int = 1 << 62,
         in_pieces: bool = False,
-        copied: Callable[[Chunk], Chunk] = Chunk.copied,
+        copy_chunk: Callable[[Chunk], Chunk] = Chunk.copied,
     ) -> list[Chunk]:
         """Copies of the chunks of (`after`, `through`], read in one short transaction.
 
@@ -546,7 +547,7 @@ class ChunkLog:
             mutations_max: or so many mutations.
             in_pieces: Whether a first chunk of more bytes may be cut to its front, of at least one
                 mutation.
-            copied: Copies a chunk out of the transaction. That is done at once, while the chunk
+            copy_chunk: Copies a chunk out of the transaction. That is done at once, while the chunk
                 that was just checked is in the processor's cache.
 
         Returns:
@@ -572,8 +573,8 @@ class ChunkLog:
                     break
                 unread = chunk.slice(SeqNo(after), SeqNo(through))
                 if in_pieces and not chunks and unread.nbytes > bytes_max:
-                    return [copied(_front(unread, bytes_max))]
-                chunks.append(copied(unread))
+                    return [copy_chunk(_front(unread, bytes_max))]
+                chunks.append(copy_chunk(unread))
                 after = chunk.end
                 bytes_max -= chunk.nbytes
                 mutations_max -= chunk.count
@@ -628,16 +629,18 @@ class ChunkLog:
         sizes = []
         with self.ordered_map.read() as transaction:
             for partition, start, end in ranges:
-                nbytes, counted = 0, start
+                nbytes, counted_through = 0, start
                 last_key = chunk_key(partition, SEQS_END)
                 for key, value in transaction.scan(chunk_key(partition, start + 1), last_key):
                     _, through = parse_chunk_key(key)
                     if through > end:
-                        nbytes += len(value) * (end - counted) // (through - counted)
+                        nbytes += (
+                            len(value) * (end - counted_through) // (through - counted_through)
+                        )
                         break
                     nbytes += len(value)
-                    counted = through
-                    if counted >= end:
+                    counted_through = through
+                    if counted_through >= end:
                         break
                 sizes.append(nbytes)
         return sizes

@@ -57,7 +57,7 @@ class CompactionStep(msgspec.Struct, frozen=True):
         is_done: Whether it has come to its end.
         grown_bytes: By how much the log's chunks have grown: mostly a negative number.
         purge_seq: The partition's purge number now.
-        purged: Key and sequence number of each tombstone dropped.
+        purged_tombstones: Key and sequence number of each tombstone dropped.
         broken_leases: Lapsed leases of whose ranges something was dropped.
     """
 
@@ -65,7 +65,7 @@ class CompactionStep(msgspec.Struct, frozen=True):
     is_done: bool
     grown_bytes: int
     purge_seq: SeqNo
-    purged: Sequence[tuple[bytes, int]] = ()
+    purged_tombstones: Sequence[tuple[bytes, int]] = ()
     broken_leases: Sequence[int] = ()
 
 
@@ -82,7 +82,7 @@ class Compaction:
     def __init__(self, log: ChunkLog, index: KeyIndex, partition: int, through: SeqNo) -> None:
         self._log = log
         self._index = index
-        self._left_superseded = False
+        self._has_left_superseded = False
         self.partition = partition
         self.through = through
         self.seq = SeqNo(0)
@@ -92,7 +92,7 @@ class Compaction:
         bytes_max: int,
         leases: SeqRanges,
         purge_before_cas: int,
-        lapsed: Sequence[LeaseRecord] = (),
+        lapsed_leases: Sequence[LeaseRecord] = (),
     ) -> CompactionStep:
         """Goes over about `bytes_max` bytes of chunks, in one commit.
 
@@ -100,38 +100,43 @@ class Compaction:
             bytes_max: How many.
             leases: Ranges of this partition that are held now.
             purge_before_cas: Tombstones with a lower CAS are old enough: a CAS tells the time.
-            lapsed: Leases that protect nothing.
+            lapsed_leases: Leases that protect nothing.
 
         Raises:
             CorruptionError: The log or the index is damaged; nothing was changed.
         """
         partition, log = self.partition, self._log
         if leases:
-            self._left_superseded = True
+            self._has_left_superseded = True
         high = log.high_seq(partition)
         # Whole chunks: a rewritten one is stored under the same last number.
         read_chunks = log.read_chunks(partition, self.seq, high, bytes_max=bytes_max)
         chunks = [chunk for chunk in read_chunks if chunk.end <= self.through]
         rewrite = _Rewrite()
-        leased = _merged(leases)
+        leased_ranges = _merged(leases)
         dropped_seqs: list[int] = []
-        purged: list[tuple[bytes, int]] = []
+        purged_tombstones: list[tuple[bytes, int]] = []
         for chunk in chunks:
             entries = self._index.entries(partition, chunk.keys())
             seqs = chunk.seqs.tolist()
             keep = bytearray(
-                _is_kept(seq, entry, leased) for seq, entry in zip(seqs, entries, strict=True)
+                _is_kept(seq, entry, leased_ranges)
+                for seq, entry in zip(seqs, entries, strict=True)
             )
-            if not self._left_superseded:
-                purged += _purge(chunk, keep, purge_before_cas, high)
-            if lapsed:
+            if not self._has_left_superseded:
+                purged_tombstones += _purge(chunk, keep, purge_before_cas, high)
+            if lapsed_leases:
                 dropped_seqs += [
                     seq for seq, is_kept in zip(seqs, keep, strict=True) if not is_kept
                 ]
             rewrite.add(chunk, keep)
-        replaced, new_chunks = rewrite.finish()
-        broken = [lease for lease in lapsed if _covers_any(lease, partition, dropped_seqs)]
-        purge_seq, grown_bytes = self._replace(replaced, new_chunks, purged, broken)
+        replaced_chunks, new_chunks = rewrite.finish()
+        broken_leases = [
+            lease for lease in lapsed_leases if _covers_any(lease, partition, dropped_seqs)
+        ]
+        purge_seq, grown_bytes = self._replace(
+            replaced_chunks, new_chunks, purged_tombstones, broken_leases
+        )
         if chunks:
             self.seq = chunks[-1].end
         return CompactionStep(
@@ -139,20 +144,20 @@ class Compaction:
             len(chunks) < len(read_chunks) or self.seq >= self.through,
             grown_bytes,
             purge_seq,
-            purged,
-            [lease.lease_id for lease in broken],
+            purged_tombstones,
+            [lease.lease_id for lease in broken_leases],
         )
 
     def _replace(
         self,
-        replaced: list[Chunk],
+        replaced_chunks: list[Chunk],
         new_chunks: list[Chunk],
-        purged: list[tuple[bytes, int]],
-        broken: list[LeaseRecord],
+        purged_tombstones: list[tuple[bytes, int]],
+        broken_leases: list[LeaseRecord],
     ) -> tuple[SeqNo, int]:
         partition, log = self.partition, self._log
         grown_bytes = sum(chunk.nbytes + CHUNK_HEAD.size for chunk in new_chunks)
-        grown_bytes -= sum(chunk.nbytes + CHUNK_HEAD.size for chunk in replaced)
+        grown_bytes -= sum(chunk.nbytes + CHUNK_HEAD.size for chunk in replaced_chunks)
         purge_key = partition_key(PURGE, partition)
         floor_key = partition_key(FLOOR, partition)
         # What is dropped here may be superseded by any mutation up to the watermark, also by one
@@ -161,11 +166,11 @@ class Compaction:
         with log.ordered_map.read() as transaction:
             purge_seq = read_seq(transaction, purge_key)
             has_floor = read_seq(transaction, floor_key) >= floor
-        highest_purged = SeqNo(max((seq for _, seq in purged), default=0))
-        if not replaced:
+        highest_purged = SeqNo(max((seq for _, seq in purged_tombstones), default=0))
+        if not replaced_chunks:
             return purge_seq, 0
         with log.ordered_map.write() as transaction:
-            for chunk in replaced:
+            for chunk in replaced_chunks:
                 key = chunk_key(partition, chunk.end)
                 if transaction.get(key) is None:
                     raise CorruptionError(f"{chunk!r} of partition {partition} is not in the log")
@@ -173,7 +178,7 @@ class Compaction:
             for chunk in new_chunks:
                 key = chunk_key(partition, chunk.end)
                 transaction.put(key, chunk_head(key, chunk.crc) + bytes(chunk))
-            for lease in broken:
+            for lease in broken_leases:
                 key = lease_key(lease.lease_id)
                 record = msgspec.structs.replace(lease, is_whole=False)
                 transaction.put(key, pack_record(key, record))
@@ -187,21 +192,21 @@ class Compaction:
 
 def _merged(ranges: SeqRanges) -> list[tuple[int, int]]:
     """The same numbers, in rising ranges that do not touch each other."""
-    merged: list[tuple[int, int]] = []
+    merged_ranges: list[tuple[int, int]] = []
     for start, end in sorted(ranges):
-        if merged and start <= merged[-1][1]:
-            merged[-1] = merged[-1][0], max(end, merged[-1][1])
+        if merged_ranges and start <= merged_ranges[-1][1]:
+            merged_ranges[-1] = merged_ranges[-1][0], max(end, merged_ranges[-1][1])
         elif start < end:
-            merged.append((start, end))
-    return merged
+            merged_ranges.append((start, end))
+    return merged_ranges
 
 
-def _is_kept(seq: int, entry: KeyIndexEntry | None, leased: list[tuple[int, int]]) -> bool:
+def _is_kept(seq: int, entry: KeyIndexEntry | None, leased_ranges: list[tuple[int, int]]) -> bool:
     # Without an entry the key had a tombstone that was purged. What is left of it is older.
     if entry is not None and entry.seq == seq:
         return True
-    position = bisect_left(leased, (seq,)) - 1
-    return position >= 0 and seq <= leased[position][1]
+    position = bisect_left(leased_ranges, (seq,)) - 1
+    return position >= 0 and seq <= leased_ranges[position][1]
 
 
 def _covers_any(lease: LeaseRecord, partition: int, seqs: list[int]) -> bool:
@@ -219,14 +224,14 @@ def _purge(chunk: Chunk, keep: bytearray, before_cas: int, high: int) -> list[tu
     operations = chunk.operations.tobytes()
     if operations == bytes((Operation.SET,)) * chunk.count:
         return []
-    purged = []
+    purged_tombstones = []
     for row, (operation, cas, seq) in enumerate(
         zip(operations, chunk.cas.tolist(), chunk.seqs.tolist(), strict=True)
     ):
         if operation != Operation.SET and keep[row] and cas < before_cas and seq != high:
             keep[row] = 0
-            purged.append((chunk.key(row), seq))
-    return purged
+            purged_tombstones.append((chunk.key(row), seq))
+    return purged_tombstones
 
 
 class _Rewrite:

@@ -13,7 +13,7 @@ from typing import Final
 from upr_protocol.durable_files import replace_file, sync_path
 from upr_server.storage.errors import DataDirectoryError, DiskFullError
 from upr_server.storage.lmdb_ordered_map import FULL
-from upr_server.storage.records import seal, unseal
+from upr_server.storage.records import with_checksum, without_checksum
 
 _KEY: Final = b"event-queues"
 
@@ -39,7 +39,7 @@ class EventQueueFile:
         try:
             if not self._path.exists():
                 return b""
-            sealed = self._path.read_bytes()
+            stored_value = self._path.read_bytes()
             self._path.unlink()
             sync_path(self._folder)
         except OSError as error:
@@ -47,7 +47,7 @@ class EventQueueFile:
                 f"{self._path} cannot be read and removed: {error.strerror}; remove it, and event "
                 "consumers start over"
             ) from error
-        return unseal(_KEY, sealed)
+        return without_checksum(_KEY, stored_value)
 
     def save(self, data: bytes) -> None:
         """Writes the file: all of it, or nothing.
@@ -57,7 +57,7 @@ class EventQueueFile:
             DataDirectoryError: It cannot be written.
         """
         try:
-            replace_file(self._path, seal(_KEY, data))
+            replace_file(self._path, with_checksum(_KEY, data))
         except OSError as error:
             if error.errno in FULL:
                 raise DiskFullError(f"the disk is full: {error}") from error

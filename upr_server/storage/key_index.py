@@ -35,8 +35,8 @@ from upr_server.storage.records import (
     parse_index_entry,
     parse_record,
     partition_key,
-    seal,
-    unseal,
+    with_checksum,
+    without_checksum,
 )
 
 READ_BYTES_MAX: Final = 8 * 1024 * 1024
@@ -189,10 +189,10 @@ class KeyIndex:
             CorruptionError: The log is intact at the watermark, so the index is damaged.
         """
         mark = self.watermark(partition)
-        intact = self._log.find_intact(partition, mark.seq, self._log.high_seq(partition))
-        if intact <= mark.seq:
+        intact_seq = self._log.find_intact(partition, mark.seq, self._log.high_seq(partition))
+        if intact_seq <= mark.seq:
             raise CorruptionError(f"the index of partition {partition} is damaged, and not its log")
-        mark = msgspec.structs.replace(mark, seq=intact, damaged_through=intact)
+        mark = msgspec.structs.replace(mark, seq=intact_seq, damaged_through=intact_seq)
         with self.ordered_map.write() as transaction:
             _put_watermark(transaction, partition, mark)
         return mark
@@ -220,9 +220,9 @@ class KeyIndex:
         )
         with self.ordered_map.write() as transaction:
             transaction.delete(partition_key(WATERMARK, partition))
-            scanned = islice(transaction.scan(first_key, last_key), keys_max)
+            scanned_entries = islice(transaction.scan(first_key, last_key), keys_max)
             # A list: the scan must not see what is deleted meanwhile.
-            items = [(bytes(key), bytes(value)) for key, value in scanned]
+            items = [(bytes(key), bytes(value)) for key, value in scanned_entries]
             for key, value in items:
                 transaction.delete(key)
                 try:
@@ -234,17 +234,17 @@ class KeyIndex:
         return len(items) == keys_max
 
     def apply_compaction(
-        self, partition: int, purged: Iterable[tuple[bytes, int]], garbage_bytes: int
+        self, partition: int, purged_tombstones: Iterable[tuple[bytes, int]], garbage_bytes: int
     ) -> None:
         """Follows a compaction of the log.
 
         Args:
             partition: The partition.
-            purged: Key and sequence number of the tombstones that it dropped.
+            purged_tombstones: Key and sequence number of the tombstones that it dropped.
             garbage_bytes: About how many bytes of superseded mutations are left.
         """
         with self.ordered_map.write() as transaction:
-            for key, seq in purged:
+            for key, seq in purged_tombstones:
                 entry_key = index_entry_key(partition, key)
                 value = transaction.get(entry_key)
                 if value is not None:
@@ -264,7 +264,7 @@ class KeyIndex:
         partition: int,
         requests: Sequence[FetchRequest],
         *,
-        indexed: int = 0,
+        indexed_seq: int = 0,
         bytes_max: int = FIND_BYTES_MAX,
     ) -> list[Mutation | None]:
         """The items of these keys, as of the watermark; None for a key that is missing or deleted.
@@ -276,30 +276,30 @@ class KeyIndex:
         Args:
             partition: The partition.
             requests: The keys.
-            indexed: A watermark that the index is known to have reached.
+            indexed_seq: A watermark that the index is known to have reached.
             bytes_max: The answer ends with the item that comes to this: ask again for the others.
 
         Raises:
             CorruptionError: The index is that of an earlier commit, as one flipped bit in a meta
                 page of LMDB makes it; or the watermark is damaged.
         """
-        entries = self._entries_of(partition, requests, indexed)
+        entries = self._entries_of(partition, requests, indexed_seq)
         while True:
             items = self._items_of(partition, requests, entries, bytes_max)
             if not any(item is not None and is_damaged(item) for item in items):
                 return items
             # The log is read in a transaction of its own. In between, the mutation that the index
             # named may have been superseded, and compacted away.
-            newer = self._entries_of(partition, requests, indexed, is_retry=True)
-            if newer == entries:
+            newer_entries = self._entries_of(partition, requests, indexed_seq, is_retry=True)
+            if newer_entries == entries:
                 return items
-            entries = newer
+            entries = newer_entries
 
     def _entries_of(
         self,
         partition: int,
         requests: Sequence[FetchRequest],
-        indexed: int,
+        indexed_seq: int,
         *,
         is_retry: bool = False,
     ) -> list[KeyIndexEntry | str | None]:
@@ -309,10 +309,10 @@ class KeyIndex:
         entries: list[KeyIndexEntry | str | None] = []
         with self.ordered_map.read() as transaction:
             mark = _watermark(transaction, partition)
-            if mark.seq < indexed:
+            if mark.seq < indexed_seq:
                 raise CorruptionError(
                     f"the index of partition {partition} is at {mark.seq}, though it was at "
-                    f"{indexed} before"
+                    f"{indexed_seq} before"
                 )
             for request in requests:
                 if request.seq and not is_retry:
@@ -390,10 +390,10 @@ class KeyIndex:
         with self.ordered_map.read() as transaction:
             entries = transaction.scan(after + b"\0" if after else EXPIRY, last_key)
             # What is left out counts too: it stays in the index, and there may be much of it.
-            for scanned, (key, value) in enumerate(entries, 1):
+            for scanned_count, (key, value) in enumerate(entries, 1):
                 try:
                     expiry, partition, seq = parse_expiry_key(key)
-                    item_key = unseal(key, value)
+                    item_key = without_checksum(key, value)
                     if partition not in damaged_through:
                         mark = _watermark(transaction, partition)
                         damaged_through[partition] = mark.damaged_through
@@ -404,7 +404,7 @@ class KeyIndex:
                         items.append(
                             ExpiredItem(PartitionId(partition), SeqNo(seq), item_key, expiry)
                         )
-                if scanned == limit:
+                if scanned_count == limit:
                     return items, key
         return items, b""
 
@@ -462,8 +462,8 @@ def _garbage_bytes(chunks: Sequence[Chunk], new_keys: int) -> int:
     mutations supersedes one, except the first of each new key. All mutations count as if they were
     of one size; and each chunk's own overhead is added."""
     count = sum(chunk.count for chunk in chunks)
-    superseded = sum(chunk.nbytes for chunk in chunks) * (count - new_keys) // max(count, 1)
-    return superseded + CHUNK_BYTES * len(chunks)
+    superseded_bytes = sum(chunk.nbytes for chunk in chunks) * (count - new_keys) // max(count, 1)
+    return superseded_bytes + CHUNK_BYTES * len(chunks)
 
 
 def _put_entries(
@@ -536,5 +536,5 @@ def _expiring(partition: int, entries: Iterable[tuple[bytes, bytes]]) -> list[tu
         seq, expiry = parse_index_entry(value)
         if expiry:
             by_time = expiry_key(expiry, partition, seq)
-            records.append((by_time, seal(by_time, key[INDEX_ENTRY_KEY_PREFIX:])))
+            records.append((by_time, with_checksum(by_time, key[INDEX_ENTRY_KEY_PREFIX:])))
     return sorted(records)

@@ -29,9 +29,9 @@ from upr_server.storage.lmdb_file import check_length
 from upr_server.storage.records import (
     FRONT_BYTES,
     is_front_intact,
-    seal,
-    unseal,
     value_before_damage,
+    with_checksum,
+    without_checksum,
 )
 
 FULL: Final = (errno.ENOSPC, errno.EDQUOT)
@@ -228,12 +228,12 @@ class LmdbOrderedMap:
     def _sum(self, transaction: lmdb.Transaction, commit: int) -> int:
         """The sum that the tree keeps. Raises `CorruptionError` if the tree is not of this
         commit."""
-        sealed = transaction.get(COMMIT)
-        if sealed is None:
+        stored_value = transaction.get(COMMIT)
+        if stored_value is None:
             if commit:
                 raise CorruptionError(f"{self._path} lacks the number of its last commit, {commit}")
             return 0
-        number_in_tree, total = _COMMIT.unpack(unseal(COMMIT, sealed))
+        number_in_tree, total = _COMMIT.unpack(without_checksum(COMMIT, stored_value))
         if number_in_tree != commit:
             raise CorruptionError(
                 f"{self._path} holds commit {number_in_tree}, and its meta page names {commit}"
@@ -257,15 +257,15 @@ class LmdbOrderedMap:
         self._marks_before_damage.clear()
         total, previous = 0, b""
         with self.read() as transaction:
-            expected = self._sum(transaction.transaction, transaction.transaction.id())
+            expected_sum = self._sum(transaction.transaction, transaction.transaction.id())
             for key, value in transaction.scan(COMMIT + b"\0", b"\xff" * 512):
                 if key <= previous:
                     raise CorruptionError(f"the keys of {self._path} are not in order")
                 previous = key
                 total += _mark(key, value)
-            if self._is_summed and total % _SUM_END != expected:
+            if self._is_summed and total % _SUM_END != expected_sum:
                 total += self._find_damaged_fronts(transaction)
-        if self._is_summed and total % _SUM_END != expected:
+        if self._is_summed and total % _SUM_END != expected_sum:
             raise CorruptionError(f"{self._path} does not hold what its last commit left")
 
     def _find_damaged_fronts(self, transaction: _ReadTransaction) -> int:
@@ -338,7 +338,9 @@ class LmdbOrderedMap:
                 yield changes
                 if changes.is_changed:
                     total = (total + changes.sum_change) % _SUM_END
-                    changes.put(COMMIT, seal(COMMIT, _COMMIT.pack(transaction.id(), total)))
+                    changes.put(
+                        COMMIT, with_checksum(COMMIT, _COMMIT.pack(transaction.id(), total))
+                    )
 
     @property
     def free_bytes(self) -> int:

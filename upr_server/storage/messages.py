@@ -98,10 +98,10 @@ class CallFailure(msgspec.Struct, frozen=True):
 
 
 def message_head(
-    message: bytes, buffers: Sequence[Buffer], in_slot: Sequence[bool], *, failed: bool = False
+    message: bytes, buffers: Sequence[Buffer], in_slot: Sequence[bool], *, is_failure: bool = False
 ) -> bytes:
     """The bytes before a message. `in_slot` says of each buffer whether it is in the slot."""
-    return HEAD.pack(len(message), len(buffers), failed) + _pack_records(buffers, in_slot)
+    return HEAD.pack(len(message), len(buffers), is_failure) + _pack_records(buffers, in_slot)
 
 
 def _pack_records(buffers: Sequence[Buffer], in_slot: Sequence[bool]) -> bytes:
@@ -167,8 +167,8 @@ class RequestPacking:
         if isinstance(call, Commit):
             head, tail = self._around_writes(call)
             message.append(head)
-            for packed in self._writes(call.writes):
-                message.append(packed)
+            for packed_part in self._writes(call.writes):
+                message.append(packed_part)
                 yield
             message.append(tail)
         else:
@@ -181,27 +181,29 @@ class RequestPacking:
 
     def _around_writes(self, commit: Commit) -> tuple[bytes, bytes]:
         """What stands before and behind the writes, which are the last field of a commit."""
-        packed = self._packer.pack(StoreRequest(replace(commit, writes=()), self._request.slot))
+        packed_request = self._packer.pack(
+            StoreRequest(replace(commit, writes=()), self._request.slot)
+        )
         tail = self._packer.pack(self._request.slot)
-        head = packed.removesuffix(_array_head(0) + tail)
-        assert head != packed, "something stands between the writes and the slot"
+        head = packed_request.removesuffix(_array_head(0) + tail)
+        assert head != packed_request, "something stands between the writes and the slot"
         return head, tail
 
     def _writes(self, writes: Sequence[PartitionWrite]) -> Iterator[bytes]:
         """They are joined in each step, but not as a whole: to copy 10 MB takes 3 ms."""
-        packed, item_count = [_array_head(len(writes))], 0
+        packed_parts, item_count = [_array_head(len(writes))], 0
         for write in writes:
             write_count = 1 + len(write.chunks) + len(write.ends)
             write_count += write.answer_bytes // ITEM_BYTES
             if item_count + write_count > STEP_ITEMS:
-                yield b"".join(packed)
-                packed, item_count = [], 0
+                yield b"".join(packed_parts)
+                packed_parts, item_count = [], 0
             if write_count > STEP_ITEMS:
                 yield from self._fields(write)
             else:
-                packed.append(self._packer.pack(write))
+                packed_parts.append(self._packer.pack(write))
                 item_count += write_count
-        yield b"".join(packed)
+        yield b"".join(packed_parts)
 
     def _fields(self, write: PartitionWrite) -> Iterator[bytes]:
         fields = write.__struct_fields__

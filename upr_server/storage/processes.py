@@ -107,7 +107,7 @@ class _Worker:
         self._unpacker = Unpacker()
         self._received_bytes = bytearray()
         """Received, and not parsed yet."""
-        self._to_send: deque[_PendingCall] = deque()
+        self._unsent_calls: deque[_PendingCall] = deque()
         self._sent_calls: deque[_PendingCall] = deque()
         self._has_calls = Notifier()
         self.is_gone = False
@@ -126,9 +126,9 @@ class _Worker:
             and isinstance(call, ReadChunks)
             and call.bytes_max >= SLOT_READ_BYTES_MIN
         ):
-            slot = self.slots.lend()
+            slot = self.slots.acquire()
         pending_call = _PendingCall(call, slot)
-        self._to_send.append(pending_call)
+        self._unsent_calls.append(pending_call)
         self._has_calls.notify()
         await pending_call.event.wait()
         if pending_call.failure is not None:
@@ -138,19 +138,19 @@ class _Worker:
     async def send(self) -> None:
         """Sends calls, until it is cancelled."""
         while True:
-            await self._has_calls.wait_until(lambda: bool(self._to_send))
+            await self._has_calls.wait_until(lambda: bool(self._unsent_calls))
             await self._send_next()
 
     async def _send_next(self) -> None:
         # A local name in `send` would keep the call's bytes, and its answer with the slot, until
         # the next call.
-        pending_call = self._to_send.popleft()
+        pending_call = self._unsent_calls.popleft()
         self._sent_calls.append(pending_call)
         slot_number = NO_SLOT if pending_call.slot is None else pending_call.slot.number
-        packing = RequestPacking(pending_call.call, slot_number)
-        for _ in packing.steps():
+        request_packing = RequestPacking(pending_call.call, slot_number)
+        for _ in request_packing.steps():
             await trio.lowlevel.checkpoint()
-        await send_in_steps(self._pipe, packing.parts)
+        await send_in_steps(self._pipe, request_packing.parts)
 
     async def receive(self) -> None:
         """Receives answers, until the process ends and an exception says so."""
@@ -158,12 +158,12 @@ class _Worker:
             await self._receive()
 
     async def _receive(self) -> None:
-        length, count, failed = HEAD.unpack(await self._exactly(HEAD.size))
+        length, count, is_failure = HEAD.unpack(await self._exactly(HEAD.size))
         records = parse_records(await self._exactly(RECORD_BYTES * count))
         message = await self._exactly(length)
         buffers = await self._buffers(records)
         pending_call, answer, failure = self._sent_calls[0], None, None
-        if failed:
+        if is_failure:
             failure = self._unpacker.unpack(message, CallFailure, ())
         elif pending_call.call.answer_type == list[Chunk]:
             answer = await self._chunks(message, buffers)
@@ -211,14 +211,16 @@ class _Worker:
             return data
         # To fill a bytearray with zeros first would hold the loop for a large answer.
         memory = memoryview(new_memory(length))
-        filled = len(self._received_bytes)
-        memory[:filled] = self._received_bytes
+        filled_bytes = len(self._received_bytes)
+        memory[:filled_bytes] = self._received_bytes
         self._received_bytes.clear()
-        while filled < length:
-            count = await self._pipe.socket.recv_into(memory[filled : filled + _RECEIVE_BYTES_MAX])
+        while filled_bytes < length:
+            count = await self._pipe.socket.recv_into(
+                memory[filled_bytes : filled_bytes + _RECEIVE_BYTES_MAX]
+            )
             if not count:
                 raise EOFError
-            filled += count
+            filled_bytes += count
         return memory
 
     def fail(self, sentence: str) -> None:
@@ -226,7 +228,7 @@ class _Worker:
         if self.is_gone:
             return
         self.is_gone = True
-        for pending_call in (*self._sent_calls, *self._to_send):
+        for pending_call in (*self._sent_calls, *self._unsent_calls):
             pending_call.failure = CallFailure(StoreFailedError.__name__, sentence)
             pending_call.event.set()
 
@@ -353,19 +355,19 @@ async def _trim(slots: SlotPool) -> None:
 
 
 async def _start_reader(path: Path, bytes_max: int, descriptor: int) -> _Worker:
-    shared = make_shared_memory()
-    if shared is None:
+    shared_memory = make_shared_memory()
+    if shared_memory is None:
         return await _start(path, "reader", bytes_max, descriptor)
     try:
-        return await _start(path, "reader", bytes_max, descriptor, shared)
+        return await _start(path, "reader", bytes_max, descriptor, shared_memory)
     finally:
-        os.close(shared)
+        os.close(shared_memory)
 
 
 async def _start(
-    path: Path, role: str, bytes_max: int, descriptor: int, shared: int = NO_DESCRIPTOR
+    path: Path, role: str, bytes_max: int, descriptor: int, shared_memory: int = NO_DESCRIPTOR
 ) -> _Worker:
-    slots = None if shared == NO_DESCRIPTOR else SlotPool(shared)
+    slots = None if shared_memory == NO_DESCRIPTOR else SlotPool(shared_memory)
     own_socket, worker_socket = socket.socketpair()
     with suppress(OSError):  # it need not allow so much
         own_socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)
@@ -380,7 +382,7 @@ async def _start(
             str(path),
             role,
             str(bytes_max),
-            str(shared),
+            str(shared_memory),
         )
         process = await trio.lowlevel.open_process(
             (sys.executable, *command),
@@ -391,7 +393,11 @@ async def _start(
                 "MALLOC_TRIM_THRESHOLD_": str(TRIM_THRESHOLD_BYTES),
                 **os.environ,
             },
-            pass_fds=(worker_socket.fileno(), descriptor, *([] if slots is None else [shared])),
+            pass_fds=(
+                worker_socket.fileno(),
+                descriptor,
+                *([] if slots is None else [shared_memory]),
+            ),
         )
         undo.pop_all()
     own_socket.setblocking(False)

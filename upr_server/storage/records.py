@@ -159,18 +159,18 @@ INDEX_ENTRY_KEY_PREFIX: Final = _PARTITION.size
 # Checksums.
 
 
-def seal(key: bytes, value: bytes) -> bytes:
+def with_checksum(key: bytes, value: bytes) -> bytes:
     """`value` behind a checksum of `key` and `value`."""
     return _CRC.pack(crc32c(value, crc32c(key))) + value
 
 
-def unseal(key: bytes, sealed: Buffer) -> bytes:
-    """The value that was sealed under `key`.
+def without_checksum(key: bytes, stored_value: Buffer) -> bytes:
+    """The value that was stored under `key` behind a checksum.
 
     Raises:
         CorruptionError: The checksum is missing or does not match.
     """
-    data = bytes(sealed)
+    data = bytes(stored_value)
     if len(data) < _CRC.size or _CRC.unpack_from(data)[0] != crc32c(data[4:], crc32c(key)):
         raise CorruptionError(f"checksum mismatch in record {key!r}")
     return data[4:]
@@ -235,7 +235,7 @@ def is_front_intact(key: bytes, value: Buffer) -> bool:
         if key[:1] == CHUNK:
             parse_chunk_head(key, value)
         else:
-            unseal(key, value)
+            without_checksum(key, value)
     except CorruptionError:
         return False
     return True
@@ -284,13 +284,13 @@ class PartialRecord(msgspec.Struct, frozen=True):
         history_id: The history that the snapshot belongs to.
         start: Where it begins, exclusive.
         end: Where it ends.
-        received: The log holds everything up to here.
+        received_seq: The log holds everything up to here; `received` on disk.
     """
 
     history_id: HistoryId
     start: SeqNo
     end: SeqNo
-    received: SeqNo
+    received_seq: SeqNo = msgspec.field(name="received")
 
 
 class PartitionRecord(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -313,7 +313,7 @@ class PartitionRecord(msgspec.Struct, frozen=True, omit_defaults=True):
     @property
     def received_seq(self) -> SeqNo:
         """The log holds everything up to here."""
-        return self.high if self.partial is None else self.partial.received
+        return self.high if self.partial is None else self.partial.received_seq
 
 
 class LeaseRecord(msgspec.Struct, frozen=True):
@@ -405,7 +405,7 @@ Record = TypeVar("Record")
 
 def pack_record(key: bytes, record: object) -> bytes:
     """A record as it is stored under `key`."""
-    return seal(key, msgspec.msgpack.encode(record))
+    return with_checksum(key, msgspec.msgpack.encode(record))
 
 
 def parse_record(key: bytes, value: Buffer, kind: type[Record]) -> Record:
@@ -415,7 +415,7 @@ def parse_record(key: bytes, value: Buffer, kind: type[Record]) -> Record:
         CorruptionError: The record is damaged.
     """
     try:
-        return msgspec.msgpack.decode(unseal(key, value), type=kind)
+        return msgspec.msgpack.decode(without_checksum(key, value), type=kind)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise CorruptionError(f"the record {key!r} cannot be decoded: {error}") from error
 
@@ -426,5 +426,5 @@ def read_seq(transaction: ReadTransaction, key: bytes) -> SeqNo:
     Raises:
         CorruptionError: The record is damaged.
     """
-    sealed = transaction.get(key)
-    return SeqNo(0) if sealed is None else parse_record(key, sealed, SeqNo)
+    stored_value = transaction.get(key)
+    return SeqNo(0) if stored_value is None else parse_record(key, stored_value, SeqNo)

@@ -63,39 +63,39 @@ class SlotPool:
         self._map = mmap.mmap(descriptor, count * slot_bytes)
         self._slot_bytes = slot_bytes
         self._block = ctypes.c_ubyte * slot_bytes
-        self._free = list(range(count))
+        self._free_slots = list(range(count))
         """A stack: the slot used last is lent next, and the others stay untouched."""
-        self._unused = count
+        self._unused_count = count
         """How many at the stack's bottom were not lent since `trim`."""
-        self._resident: set[int] = set()
+        self._resident_slots: set[int] = set()
         """The slots that may take memory."""
 
     def __len__(self) -> int:
         """How many are free."""
-        return len(self._free)
+        return len(self._free_slots)
 
-    def lend(self) -> Slot | None:
+    def acquire(self) -> Slot | None:
         """A slot, for as long as its view lives; None when none is free. O(1)."""
-        if not self._free:
+        if not self._free_slots:
             return None
-        slot = self._free.pop()
-        self._unused = min(self._unused, len(self._free))
-        self._resident.add(slot)
+        slot = self._free_slots.pop()
+        self._unused_count = min(self._unused_count, len(self._free_slots))
+        self._resident_slots.add(slot)
         # All views of the slot share this array. It dies with the last of them, and can be watched:
         # the map lives on, and a memoryview cannot be watched through its slices.
         block = self._block.from_buffer(self._map, slot * self._slot_bytes)
-        weakref.finalize(block, self._free.append, slot).atexit = False
+        weakref.finalize(block, self._free_slots.append, slot).atexit = False
         return Slot(slot, memoryview(block).cast("B").toreadonly())
 
     def trim(self) -> None:
         """Gives the system back the memory of slots that were free ever since the last call."""
-        for slot in self._free[: self._unused]:
-            if slot in self._resident:
-                self._resident.discard(slot)
+        for slot in self._free_slots[: self._unused_count]:
+            if slot in self._resident_slots:
+                self._resident_slots.discard(slot)
                 # A sandbox may lack this call. Then the memory stays resident.
                 with suppress(OSError):
                     self._map.madvise(mmap.MADV_REMOVE, slot * self._slot_bytes, self._slot_bytes)
-        self._unused = len(self._free)
+        self._unused_count = len(self._free_slots)
 
 
 class SlotBuffer:

@@ -122,7 +122,7 @@ class _ReadTransaction:
 class _WriteTransaction(_ReadTransaction):
     def __init__(self, items: SortedDict[bytes, bytes]) -> None:
         super().__init__(items)
-        self._before: dict[bytes, bytes | None] = {}
+        self._values_before: dict[bytes, bytes | None] = {}
         self.grown_bytes = 0
 
     def put(self, key: bytes, value: Buffer) -> None:
@@ -141,12 +141,12 @@ class _WriteTransaction(_ReadTransaction):
 
     def delete(self, key: bytes) -> None:
         value = self._items.pop(key, None)
-        self._before.setdefault(key, value)
+        self._values_before.setdefault(key, value)
         if value is not None:
             self.grown_bytes -= len(key) + len(value)
 
     def undo(self) -> None:
-        for key, value in self._before.items():
+        for key, value in self._values_before.items():
             self._items.pop(key, None)
             if value is not None:
                 self._items[key] = value

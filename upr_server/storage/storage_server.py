@@ -69,7 +69,7 @@ class StorageServer:
 
     Args:
         directory: Where the buckets lie.
-        copied: Copies a chunk that was read to where its reader takes it from.
+        copy_chunk: Copies a chunk that was read to where its reader takes it from.
 
     Attributes:
         event_queues: Where the event queues are saved.
@@ -77,12 +77,12 @@ class StorageServer:
     """
 
     def __init__(
-        self, directory: BucketDirectory, copied: Callable[[Chunk], Chunk] = Chunk.copied
+        self, directory: BucketDirectory, copy_chunk: Callable[[Chunk], Chunk] = Chunk.copied
     ) -> None:
         self.event_queues = directory.event_queues
         self.users = directory.users
         self._directory = directory
-        self._copied = copied
+        self._copy_chunk = copy_chunk
         self._open: dict[str, BucketStorage] = {}
 
     def names(self) -> list[str]:
@@ -103,7 +103,7 @@ class StorageServer:
         bucket = self._open.get(name)
         if bucket is None:
             log, index = self._directory.open(name)
-            bucket = self._open[name] = BucketStorage(log, index, self._copied)
+            bucket = self._open[name] = BucketStorage(log, index, self._copy_chunk)
         return bucket
 
     def create(self, record: BucketRecord, partitions: Sequence[PartitionRecord]) -> None:

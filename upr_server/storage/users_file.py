@@ -16,7 +16,7 @@ from typing import Final
 from upr_protocol.durable_files import replace_file
 from upr_server.storage.errors import DataDirectoryError, DiskFullError
 from upr_server.storage.lmdb_ordered_map import FULL
-from upr_server.storage.records import seal, unseal
+from upr_server.storage.records import with_checksum, without_checksum
 
 _KEY: Final = b"users"
 _MODE: Final = 0o600
@@ -73,7 +73,7 @@ class UsersFile:
     def _read(self) -> bytes:
         try:
             mode = self._path.stat().st_mode & 0o777
-            sealed = self._path.read_bytes()
+            stored_value = self._path.read_bytes()
         except OSError as error:
             raise self._unreadable(error) from error
         if mode & 0o077:
@@ -81,7 +81,7 @@ class UsersFile:
                 f"{self._path} has the mode {mode:o}: others can read or change who may do what; "
                 f"run chmod {_MODE:o} on it, and change the passwords if somebody may have read it"
             )
-        return unseal(_KEY, sealed)
+        return without_checksum(_KEY, stored_value)
 
     def _unreadable(self, error: OSError) -> DataDirectoryError:
         return DataDirectoryError(f"{self._path} cannot be read: {error.strerror}")
@@ -94,7 +94,7 @@ class UsersFile:
             DataDirectoryError: It cannot be written.
         """
         self._make_mark()
-        self._replace(self._path, seal(_KEY, data))
+        self._replace(self._path, with_checksum(_KEY, data))
 
     def _make_mark(self) -> None:
         if not self._mark.exists():

@@ -87,21 +87,21 @@ def _serve(
     message = _receive(pipe, length)
     buffers = [_receive(pipe, length) for length, _ in records]
     answer: Any
-    failed = False
+    is_failure = False
     try:
         request = unpacker.unpack(message, REQUEST, buffers)
         if slots is not None:
             slots.begin_answer(request.slot)
         answer = request.call.run_on(server)
     except Exception as error:  # noqa: BLE001  # the server gets every error
-        answer, failed = CallFailure.of(error), True
-    packed, chunks = pack_message(answer)
+        answer, is_failure = CallFailure.of(error), True
+    packed_answer, chunks = pack_message(answer)
     in_slot = [False] * len(chunks) if slots is None else slots.are_in_slot(chunks)
-    head = message_head(packed, chunks, in_slot, failed=failed)
+    head = message_head(packed_answer, chunks, in_slot, is_failure=is_failure)
     unshared_chunks = [
         chunk for chunk, is_in_slot in zip(chunks, in_slot, strict=True) if not is_in_slot
     ]
-    _send(pipe, [head + packed, *unshared_chunks])
+    _send(pipe, [head + packed_answer, *unshared_chunks])
 
 
 def _receive(pipe: socket.socket, length: int) -> bytes:

@@ -96,11 +96,11 @@ def skip_checksums() -> Iterator[None]:
         crc, _, mark = CHUNK_HEAD.unpack_from(value)
         return crc, bool(mark)
 
-    def unseal(_key: bytes, sealed: Buffer) -> bytes:
-        return bytes(sealed)[4:]
+    def without_checksum(_key: bytes, stored_value: Buffer) -> bytes:
+        return bytes(stored_value)[4:]
 
     with ExitStack() as stack:
-        for part in (parse_chunk, parse_chunk_head, unseal):
+        for part in (parse_chunk, parse_chunk_head, without_checksum):
             for module in (records, chunk_log, compaction, key_index):
                 if part.__name__ in vars(module):
                     stack.enter_context(replaced(module, part.__name__, part))

@@ -84,7 +84,7 @@ def test_only_a_replica_empties_a_damaged_partition(tmp_path: Path, state: Parti
         if partition != 1:
             assert after[partition] == before[partition]
     emptied, chunks = after[1]
-    assert (emptied.record.high, emptied.indexed, emptied.item_count, chunks) == (0, 0, 0, [])
+    assert (emptied.record.high, emptied.indexed_seq, emptied.item_count, chunks) == (0, 0, 0, [])
     assert not emptied.tokens
     assert emptied.record.last_cas == before[1][0].record.last_cas
 

@@ -204,7 +204,7 @@ class _BundleRequest(OrderedReply):
         others to `run_indexes`."""
         context, batches, bundle = self._context, self._batches, self._request.bundle
         bucket = context.bucket
-        if bucket is None or self._flusher.full or context.refused_task_runs:
+        if bucket is None or self._flusher.disk_full_reason or context.refused_task_runs:
             run_indexes += range(low, high)
             return bytes(RESULT_BYTES * (high - low))
         targets: Sequence[DurabilityTarget | None] = ()
@@ -329,9 +329,9 @@ class _BundleRequest(OrderedReply):
     def _check_disk(self, batch: MutationBatch, partition: Partition) -> None:
         """Raises `ServerError` while the disk is full, and once the bucket was deleted: nothing is
         put on disk then, and nobody waits for that."""
-        if self._context.disk.flusher.full:
+        if self._context.disk.flusher.disk_full_reason:
             partition.repeated_batches.note_refused(batch.token)
-            raise ServerError(Status.TEMPORARY_FAILURE, self._flusher.full)
+            raise ServerError(Status.TEMPORARY_FAILURE, self._flusher.disk_full_reason)
 
     def _mutate(
         self,

@@ -21,7 +21,7 @@ def apply_sets(context: RequestContext, sets: SetFrames) -> int:
         How many were answered.
     """
     bucket = context.bucket
-    if bucket is None or context.disk.flusher.full:
+    if bucket is None or context.disk.flusher.disk_full_reason:
         return 0
     lines = _apply(context, bucket, sets)
     if lines:

@@ -152,7 +152,7 @@ def _note_reports(context: RequestContext, request: ReplicaAck) -> Iterator[None
             and context.partition_maps.is_replica(bucket.name, partition.id, name)
         ):
             context.note_replica(partition)
-            context.disk.progressed.notify()
+            context.disk.progress.notify()
             has_more = partition.replicas.report(name, received_seq, persisted_seq, context)
             while has_more:
                 # If the connection ends here, upkeep makes the rest of the calls.

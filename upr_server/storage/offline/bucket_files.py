@@ -46,10 +46,10 @@ def read_bucket_record(transaction: ReadTransaction) -> BucketRecord:
     Raises:
         CorruptionError: It is damaged or missing.
     """
-    sealed = transaction.get(BUCKET)
-    if sealed is None:
+    stored_value = transaction.get(BUCKET)
+    if stored_value is None:
         raise CorruptionError("the log has no record of its bucket")
-    return parse_record(BUCKET, sealed, BucketRecord)
+    return parse_record(BUCKET, stored_value, BucketRecord)
 
 
 def partition_count(log: LmdbOrderedMap) -> int:

@@ -66,9 +66,11 @@ class BucketCheck:
                 yield from self._findings(self._check_partition(partition))
             else:
                 yield Stage(stage, "the index", is_index=True)
-                yield from self._findings(check_index(self._index, count), in_index=True)
+                yield from self._findings(check_index(self._index, count), is_in_index=True)
 
-    def _findings(self, reports: Iterator[Report], *, in_index: bool = False) -> Iterator[Finding]:
+    def _findings(
+        self, reports: Iterator[Report], *, is_in_index: bool = False
+    ) -> Iterator[Finding]:
         problems = 0
         try:
             for report in reports:
@@ -79,13 +81,15 @@ class BucketCheck:
                 if problems <= PROBLEMS_MAX:
                     yield self._problem(report)
         except Exception as error:  # noqa: BLE001  # damage may end a parser in any way
-            yield self._problem(Damage(f"it cannot be read to its end ({error})", None, in_index))
+            yield self._problem(
+                Damage(f"it cannot be read to its end ({error})", None, is_in_index)
+            )
         if problems > PROBLEMS_MAX:
             text = f"and {problems - PROBLEMS_MAX} problems more there"
-            yield self._problem(Damage(text, None, in_index))
+            yield self._problem(Damage(text, None, is_in_index))
 
     def _problem(self, damage: Damage) -> Problem:
-        advice = INDEX_ADVICE if damage.in_index else LOG_ADVICE
+        advice = INDEX_ADVICE if damage.is_in_index else LOG_ADVICE
         return Problem(self._name, damage.partition, damage.description, advice)
 
     def _check_partition(self, partition: int) -> Iterator[Report]:
@@ -105,6 +109,6 @@ class BucketCheck:
         yield from log.check_chunks(received_seq, watermark.seq)
         if received_seq is not None and watermark.seq > high:
             text = f"the index is at {watermark.seq}, beyond the log's end at {high}"
-            yield Damage(text, partition, in_index=True)
+            yield Damage(text, partition, is_in_index=True)
         if log.is_whole:
             yield from check_entries(self._index, partition, log.newest, watermark, purge_seq)

@@ -21,7 +21,7 @@ from upr_server.storage.records import (
     parse_expiry_key,
     parse_record,
     partition_key,
-    unseal,
+    without_checksum,
 )
 
 
@@ -69,13 +69,16 @@ class _RecordCheck:
             raise ValueError("it is the entry of an empty key")
         if entry.expiry:
             by_time = expiry_key(entry.expiry, partition, entry.seq)
-            sealed = self._transaction.get(by_time)
-            if sealed is None or unseal(by_time, sealed) != key[INDEX_ENTRY_KEY_PREFIX:]:
+            stored_value = self._transaction.get(by_time)
+            if (
+                stored_value is None
+                or without_checksum(by_time, stored_value) != key[INDEX_ENTRY_KEY_PREFIX:]
+            ):
                 raise ValueError(f"it expires at {entry.expiry}, but has no expiry record")
 
     def _check_expiry(self, key: bytes, value: Buffer) -> None:
         expiry, partition, seq = parse_expiry_key(key)
-        entry_key = index_entry_key(partition, unseal(key, value))
+        entry_key = index_entry_key(partition, without_checksum(key, value))
         entry = self._transaction.get(entry_key)
         if entry is None or KeyIndexEntry.parse(entry_key, entry) != KeyIndexEntry(seq, expiry):
             raise ValueError("it is the expiry record of an item that does not exist")
@@ -89,8 +92,8 @@ def read_watermark(index: LmdbOrderedMap, partition: int) -> Watermark:
     """
     key = partition_key(WATERMARK, partition)
     with index.read() as transaction:
-        sealed = transaction.get(key)
-        return Watermark() if sealed is None else parse_record(key, sealed, Watermark)
+        stored_value = transaction.get(key)
+        return Watermark() if stored_value is None else parse_record(key, stored_value, Watermark)
 
 
 def check_entries(
@@ -111,17 +114,17 @@ def check_entries(
     """
     items = 0
     with index.read() as transaction:
-        for key, expected in newest.items():
+        for key, expected_entry in newest.items():
             entry_key = index_entry_key(partition, key)
             value = transaction.get(entry_key)
             if value is None:
                 text = f"the index does not find the key {_shown(key)}"
-                yield Damage(text, partition, in_index=True)
+                yield Damage(text, partition, is_in_index=True)
                 continue
             entry = KeyIndexEntry.parse(entry_key, value)
-            if entry != expected:
-                text = f"the newest mutation of the key {_shown(key)} is {expected}"
-                yield Damage(f"{text}, not {entry}", partition, in_index=True)
+            if entry != expected_entry:
+                text = f"the newest mutation of the key {_shown(key)} is {expected_entry}"
+                yield Damage(f"{text}, not {entry}", partition, is_in_index=True)
         for entry_key, value in transaction.scan(
             index_entry_key(partition, b""), index_entry_key(partition, KEYS_END)
         ):
@@ -131,11 +134,11 @@ def check_entries(
             is_purged = entry.is_tombstone and entry.seq <= purge_seq
             if key not in newest and not is_purged:
                 text = f"the log has no mutation of the key {_shown(key)}"
-                yield Damage(text, partition, in_index=True)
+                yield Damage(text, partition, is_in_index=True)
     yield Progress()
     if items != watermark.item_count:
         text = f"the index has {items} items, and should have {watermark.item_count}"
-        yield Damage(text, partition, in_index=True)
+        yield Damage(text, partition, is_in_index=True)
 
 
 def _shown(key: bytes) -> str:

@@ -37,7 +37,7 @@ from upr_server.storage.records import (
     parse_record,
     parse_token_key,
     partition_key,
-    unseal,
+    without_checksum,
 )
 
 _PROGRESS_BYTES: Final = 8 * 1024 * 1024
@@ -80,10 +80,10 @@ def read_partition_record(transaction: ReadTransaction, partition: int) -> Parti
         CorruptionError: It is damaged or missing.
     """
     key = partition_key(PARTITION, partition)
-    sealed = transaction.get(key)
-    if sealed is None:
+    stored_value = transaction.get(key)
+    if stored_value is None:
         raise CorruptionError("the log has no record of it")
-    return parse_record(key, sealed, PartitionRecord)
+    return parse_record(key, stored_value, PartitionRecord)
 
 
 def _check_partition_record(transaction: ReadTransaction, partition: int) -> int:
@@ -91,7 +91,7 @@ def _check_partition_record(transaction: ReadTransaction, partition: int) -> int
     record = read_partition_record(transaction, partition)
     log = FailoverLog.of_pairs(record.failover_log)
     partial = record.partial
-    if partial is not None and not record.high < partial.received <= partial.end:
+    if partial is not None and not record.high < partial.received_seq <= partial.end:
         raise ValueError(f"it cannot have {partial} after {record.high}")
     # A replica knows its master's log before it has the data that the log tells of.
     is_replica = record.state == PartitionState.REPLICA
@@ -148,7 +148,7 @@ class _RecordCheck:
             raise ValueError(f"it belongs to partition {partition}, which does not exist")
 
     def _check_token(self, key: bytes, value: Buffer) -> None:
-        if not unseal(key, value):
+        if not without_checksum(key, value):
             raise ValueError("it is an empty answer to a publisher")
         self._check_partition(parse_token_key(key)[0])
 
@@ -169,7 +169,7 @@ class _RecordCheck:
             raise ValueError(f"it says that {subject} are dropped up to {through}, above the high")
 
     def _check_clean_stop(self, key: bytes, value: Buffer) -> None:
-        if key != CLEAN_STOP or unseal(key, value):
+        if key != CLEAN_STOP or without_checksum(key, value):
             raise ValueError("it should be the empty mark of a clean stop")
 
     def _check_partition_map(self, key: bytes, value: Buffer) -> None:

@@ -90,9 +90,13 @@ class BucketDump:
         high: int | None = None
         damage = f"the log ends at {end}, and has no record of its end"
         with self._log.read() as transaction:
-            sealed = transaction.get(key)
+            stored_value = transaction.get(key)
             try:
-                high = None if sealed is None else parse_record(key, sealed, PartitionRecord).high
+                high = (
+                    None
+                    if stored_value is None
+                    else parse_record(key, stored_value, PartitionRecord).high
+                )
             except StorageError as error:
                 damage = str(error)
         if high is None:

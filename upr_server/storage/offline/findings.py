@@ -77,12 +77,12 @@ class Damage(msgspec.Struct, frozen=True):
     Attributes:
         description: What is wrong.
         partition: The partition; None for the bucket as a whole.
-        in_index: Whether only the index is damaged, which can be rebuilt.
+        is_in_index: Whether only the index is damaged, which can be rebuilt.
     """
 
     description: str
     partition: int | None = None
-    in_index: bool = False
+    is_in_index: bool = False
 
 
 Report = Damage | Progress

@@ -30,29 +30,29 @@ def walk_map(
         check_record: Checks one record. Whatever it raises is a problem: damage may end a parser
             in any way.
     """
-    in_index = name == "index"
-    previous: bytes | None = None
+    is_in_index = name == "index"
+    previous_key: bytes | None = None
     scanned_count = 0
     for key, value in transaction.scan(b"", KEYS_END):
-        if previous is not None and key <= previous:
-            text = f"the {name} has {_record(key)} after {_record(previous)}"
-            yield Damage(text, in_index=in_index)
-        previous = key
+        if previous_key is not None and key <= previous_key:
+            text = f"the {name} has {_record(key)} after {_record(previous_key)}"
+            yield Damage(text, is_in_index=is_in_index)
+        previous_key = key
         looked_up = transaction.get(key)
         if looked_up is None or bytes(looked_up) != bytes(value):
             text = f"the {name} has {_record(key)}, but does not find it"
-            yield Damage(text, in_index=in_index)
+            yield Damage(text, is_in_index=is_in_index)
         try:
             check_record(key, value)
         except Exception as error:  # noqa: BLE001  # see above
-            yield Damage(f"{_record(key)} in the {name}: {error}", in_index=in_index)
+            yield Damage(f"{_record(key)} in the {name}: {error}", is_in_index=is_in_index)
         scanned_count += 1
         if not scanned_count % _PROGRESS_RECORDS:
             yield Progress(records=_PROGRESS_RECORDS)
     yield Progress(records=scanned_count % _PROGRESS_RECORDS)
     if scanned_count != count:
         text = f"the {name} should have {count} records, and has {scanned_count}"
-        yield Damage(text, in_index=in_index)
+        yield Damage(text, is_in_index=is_in_index)
 
 
 def _record(key: bytes) -> str:

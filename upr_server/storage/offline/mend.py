@@ -97,7 +97,7 @@ def _mend(storage: BucketStorage, name: str) -> Iterator[DamagedPartition]:
             is_replica = _is_replica_by_map(stored_bucket, partition_id)
             if is_replica:
                 empty = PartitionRecord(PartitionState.REPLICA, (), SeqNo(0), 0)
-                storage.empty(partition_id, empty)
+                storage.empty_partition(partition_id, empty)
             yield DamagedPartition(
                 name, partition_id, is_replica, partition.damage, is_refused=True
             )

@@ -107,8 +107,8 @@ class Backfill:
         self._on_disk = on_disk
         self._queue: deque[CursorItem] = deque()
         self._queue_bytes = 0
-        self._taken = Notifier()
-        self._broken: Status | None = None
+        self._room_made = Notifier()
+        self._end_status: Status | None = None
         self._scope = trio.CancelScope()
         self._is_closed = False
         self.cursor: Cursor | None = None
@@ -123,22 +123,22 @@ class Backfill:
     def take_item(self) -> CursorItem | None:
         """Takes the next item out of the queue; None while the queue is empty."""
         if not self._queue:
-            if self._broken is not None:
-                raise StreamBrokenError(self._broken)
-            self._taken.notify()
+            if self._end_status is not None:
+                raise StreamBrokenError(self._end_status)
+            self._room_made.notify()
             return None
         item = self._queue.popleft()
         if isinstance(item, Chunk):
             self._queue_bytes -= item.nbytes
             self.unsent_bytes += item.nbytes
-            self._taken.notify()
+            self._room_made.notify()
         return item
 
     def note_sent(self) -> None:
         """Tells that what was taken has been sent: it takes no memory here any more."""
         self._disk.memory.backfills -= self.unsent_bytes
         self.unsent_bytes = 0
-        self._taken.notify()
+        self._room_made.notify()
 
     def close(self) -> None:
         """Ends the backfill, however far it has come, and gives back what it holds."""
@@ -159,9 +159,9 @@ class Backfill:
                 with trio.move_on_after(BACKFILL_LEASE_S) as deadline:
                     await self._read()
                 if deadline.cancelled_caught:
-                    self._broken = Status.TOO_SLOW
+                    self._end_status = Status.TOO_SLOW
             except ServerError as error:
-                self._broken = error.status
+                self._end_status = error.status
             except StorageError as error:
                 log.error(
                     "backfill failed",
@@ -169,7 +169,7 @@ class Backfill:
                     partition=self._partition.id,
                     error=str(error),
                 )
-                self._broken = Status.BACKFILL_FAILED
+                self._end_status = Status.BACKFILL_FAILED
         self._disk.leases.release_range(self)
         if not self._is_closed:
             self._on_disk()
@@ -190,7 +190,7 @@ class Backfill:
                 # From here on the backfill itself holds the range, even if the lease lapses.
                 disk.leases.get_whole(self._lease_id)
             elif 0 < self._start < partition.purge_seq:
-                self._broken = Status.ROLLBACK_NEEDED
+                self._end_status = Status.ROLLBACK_NEEDED
                 return
             end = (
                 partition.manager.persistence.committed_seq if bounded_end is None else bounded_end
@@ -204,7 +204,7 @@ class Backfill:
             read_seq = await self._read_chunks(read_seq, end)
             if self._is_closed:
                 return
-            await self._taken.wait_until(self._may_read_ahead)
+            await self._room_made.wait_until(self._may_read_ahead)
         self.is_done = True
         self._put(SnapshotEndItem(end))
 

@@ -68,7 +68,7 @@ class BucketDisk:
         leases: Ranges that must stay readable.
         maintenance: Has the log indexed and compacted.
         nursery: Where backfills run.
-        progressed: Notified when the disk or a replica has come further.
+        progress: Notified when the disk or a replica has come further.
         backfills: How many backfills were started, ever.
         backfill_bytes: How many bytes they have read, ever.
         rows_left_out: How many rows streams have left out that ask for other keys, ever.
@@ -98,7 +98,7 @@ class BucketDisk:
             store, bucket, self.flusher, self.leases, time, purge_age_s, on_memory_freed, rest_s
         )
         self.nursery = nursery
-        self.progressed = Notifier()
+        self.progress = Notifier()
         self._scope = trio.CancelScope()
         self.backfills = 0
         self.backfill_bytes = 0
@@ -106,7 +106,7 @@ class BucketDisk:
         self.bytes_left_out = 0
         self._fetches = self._fetched_count = 0
         self._flushed = trio.Event()
-        self._unwritten: DiskFullError | None = None
+        self._flush_error: DiskFullError | None = None
         self._ended = trio.Event()
 
     async def ask(self, call: BucketCall[Answer]) -> Answer:
@@ -130,7 +130,7 @@ class BucketDisk:
         numbers are reached that others wait for."""
         self.maintenance.note_committed()
         self._on_memory_freed()
-        self.progressed.notify()
+        self.progress.notify()
 
     async def run(self) -> None:
         """Writes mutations to disk until `stop`, and then what is left.
@@ -145,7 +145,7 @@ class BucketDisk:
                     try:
                         await self.flusher.run()
                     except DiskFullError as error:
-                        self._unwritten = error
+                        self._flush_error = error
                     self._flushed.set()
                     nursery.cancel_scope.cancel()
         finally:
@@ -163,8 +163,8 @@ class BucketDisk:
         """
         self.flusher.stop()
         await self._flushed.wait()
-        if self._unwritten is not None:
-            raise self._unwritten
+        if self._flush_error is not None:
+            raise self._flush_error
 
     async def abandon(self) -> None:
         """Ends without writing what is left: the bucket was deleted."""
@@ -283,7 +283,7 @@ def recover_partitions(
         Their images, and the records that must be on disk before anything is served.
     """
     images: list[PartitionImage] = []
-    changed: list[tuple[int, PartitionRecord]] = []
+    changed_records: list[tuple[int, PartitionRecord]] = []
     for partition_id, partition in enumerate(stored_bucket.partitions):
         record = partition.record
         failover_log = FailoverLog.of_pairs(record.failover_log)
@@ -291,9 +291,11 @@ def recover_partitions(
         if not has_map and not stored_bucket.is_clean and record.state == PartitionState.ACTIVE:
             failover_log = failover_log.with_branch(new_history_id(), record.high)
             pairs = tuple(failover_log.pairs())
-            changed.append((partition_id, msgspec.structs.replace(record, failover_log=pairs)))
+            changed_records.append(
+                (partition_id, msgspec.structs.replace(record, failover_log=pairs))
+            )
         images.append(_image(partition, failover_log))
-    return images, changed
+    return images, changed_records
 
 
 def _image(partition: StoredPartition, failover_log: FailoverLog) -> PartitionImage:
@@ -309,7 +311,7 @@ def _image(partition: StoredPartition, failover_log: FailoverLog) -> PartitionIm
         failover_log,
         record.high,
         Cas(record.last_cas),
-        partition.indexed,
+        partition.indexed_seq,
         partition.purge_seq,
         by_age,
         partition.item_count,

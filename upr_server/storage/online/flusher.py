@@ -69,7 +69,7 @@ TURN_CALLS: Final = 16
 
 log = structlog.get_logger(__name__)
 
-Persisted = Callable[[bool], None]
+OnPersisted = Callable[[bool], None]
 """Called with True once a sequence number is on disk, or with False if that cannot be promised."""
 
 
@@ -82,7 +82,7 @@ class Flusher:
         on_commit: Called after each commit.
 
     Attributes:
-        full: Why nothing can be written now; empty when it can.
+        disk_full_reason: Why nothing can be written now; empty when it can.
         last_commit_at: When the last commit ended, by Trio's clock.
     """
 
@@ -91,23 +91,23 @@ class Flusher:
         self._bucket = bucket
         self._on_commit = on_commit
         # Partitions with something to persist; a dict, so that they take turns.
-        self._dirty: dict[PartitionId, None] = {}
+        self._dirty_partitions: dict[PartitionId, None] = {}
         self._dirty_since = 0.0
         # There is something to write, somebody waits for it, or `stop` was called.
         self._wakeup = Notifier()
-        self._callbacks: dict[PartitionId, deque[tuple[SeqNo, Persisted]]] = {}
+        self._callbacks: dict[PartitionId, deque[tuple[SeqNo, OnPersisted]]] = {}
         # Tasks in `wait_until_persisted`.
         self._waiters = 0
-        self._committed = Notifier()
+        self._commit_made = Notifier()
         self._is_stopping = False
         self._index_moved = Notifier()
         self._index_can_move = True
         # Partitions whose index is damaged: it follows their log no further.
-        self._stuck: set[PartitionId] = set()
+        self._stuck_partitions: set[PartitionId] = set()
         self._commits_under_way: dict[trio.Event, None] = {}
         self._commits = self._committed_bytes = self._committed_mutations = 0
         self._last_commit_s = self._longest_commit_s = 0.0
-        self.full = ""
+        self.disk_full_reason = ""
         self.last_commit_at = trio.current_time()
         for partition in bucket.partitions:
             partition.repeated_batches.answers.track_unsaved()
@@ -117,10 +117,10 @@ class Flusher:
                 self._is_dirty(partition.id)
 
     def _is_dirty(self, partition: PartitionId) -> None:
-        if not self._dirty:
+        if not self._dirty_partitions:
             self._dirty_since = trio.current_time()
             self._wakeup.notify()
-        self._dirty[partition] = None
+        self._dirty_partitions[partition] = None
 
     def stop_notifying(self) -> None:
         """The bucket was deleted: nobody is told of commits any more."""
@@ -128,11 +128,11 @@ class Flusher:
 
     # Waiting for the disk.
 
-    def call_when_persisted(self, partition: Partition, seq: SeqNo, call: Persisted) -> None:
+    def call_when_persisted(self, partition: Partition, seq: SeqNo, call: OnPersisted) -> None:
         """Calls `call` when everything up to `seq` is on disk; perhaps at once."""
         if partition.manager.persistence.committed_seq >= seq:
             call(True)
-        elif self.full:
+        elif self.disk_full_reason:
             call(False)
         else:
             self._callbacks.setdefault(partition.id, deque()).append((seq, call))
@@ -144,7 +144,7 @@ class Flusher:
         self._waiters += 1
         self._wakeup.notify()
         try:
-            await self._committed.wait_until(
+            await self._commit_made.wait_until(
                 lambda: partition.manager.persistence.committed_seq >= seq
             )
         finally:
@@ -198,8 +198,8 @@ class Flusher:
             StoreFailedError: The disk has failed.
         """
         while True:
-            await self._wakeup.wait_until(lambda: bool(self._dirty) or self._is_stopping)
-            if not self._dirty:
+            await self._wakeup.wait_until(lambda: bool(self._dirty_partitions) or self._is_stopping)
+            if not self._dirty_partitions:
                 return
             await self._linger()
             await self._keep_pace()
@@ -235,15 +235,15 @@ class Flusher:
         return sum(
             partition.manager.persistence.committed_seq - partition.eviction.indexed_seq
             for partition in self._bucket.partitions
-            if partition.id not in self._stuck
+            if partition.id not in self._stuck_partitions
         )
 
     def set_index_stuck(self, partition: PartitionId, is_stuck: bool) -> None:
         """Tells whether a partition's index is damaged. Then commits must not wait for it."""
         if is_stuck:
-            self._stuck.add(partition)
+            self._stuck_partitions.add(partition)
         else:
-            self._stuck.discard(partition)
+            self._stuck_partitions.discard(partition)
         self._index_moved.notify()
 
     def set_index_can_move(self, can_move: bool) -> None:
@@ -256,12 +256,12 @@ class Flusher:
         fill it."""
         writes: list[PartitionWrite] = []
         self._dirty_since = trio.current_time()
-        total = unyielded = 0
-        for partition_id in list(self._dirty):
+        total_bytes = bytes_since_checkpoint = 0
+        for partition_id in list(self._dirty_partitions):
             partition = self._bucket.partitions[partition_id]
             chunks: list[Chunk] = []
             ends: list[SeqNo] = []
-            for item, joined_count in self._snapshots(partition, COMMIT_BYTES - total):
+            for item, joined_count in self._snapshots(partition, COMMIT_BYTES - total_bytes):
                 if isinstance(item, SnapshotEndItem):
                     ends.append(item.end)
                     continue
@@ -269,19 +269,19 @@ class Flusher:
                 # The disk needs its checksum. To compute those of all in one step, when they are
                 # sent, takes 7 ms for 63 MiB; the chunk keeps it.
                 _ = item.crc
-                total += item.nbytes
-                unyielded += item.nbytes + SNAPSHOT_BYTES * (1 + joined_count)
-                if unyielded > STEP_BYTES:
-                    unyielded = 0
+                total_bytes += item.nbytes
+                bytes_since_checkpoint += item.nbytes + SNAPSHOT_BYTES * (1 + joined_count)
+                if bytes_since_checkpoint > STEP_BYTES:
+                    bytes_since_checkpoint = 0
                     await trio.lowlevel.checkpoint()
             if chunks:
                 writes.append(await self._write(partition, chunks, ends))
-                unyielded += min(writes[-1].answer_bytes, STEP_BYTES)
-            del self._dirty[partition_id]
+                bytes_since_checkpoint += min(writes[-1].answer_bytes, STEP_BYTES)
+            del self._dirty_partitions[partition_id]
             if partition.manager.persistence.poll():
                 # More has come meanwhile. It goes to the end: partitions take turns.
-                self._dirty[partition_id] = None
-            if total >= COMMIT_BYTES:
+                self._dirty_partitions[partition_id] = None
+            if total_bytes >= COMMIT_BYTES:
                 break
         return writes
 
@@ -326,21 +326,21 @@ class Flusher:
         again while the disk is full."""
         if not writes:
             return
-        began = trio.current_time()
+        began_at = trio.current_time()
         while full_disk := await self._try_commit(writes):
-            if not self.full:
+            if not self.disk_full_reason:
                 log.error("disk full", bucket=self._bucket.name, error=full_disk)
-            self.full = full_disk
+            self.disk_full_reason = full_disk
             # Publishers hear of it now: it may be long until there is room.
             await self.refuse_callbacks()
             if self._is_stopping:
                 raise DiskFullError(full_disk)
             await trio.sleep(FULL_DISK_RETRY_S)
-        self._last_commit_s = self.last_commit_at - began
+        self._last_commit_s = self.last_commit_at - began_at
         self._longest_commit_s = max(self._longest_commit_s, self._last_commit_s)
         self._commits += 1
         await self._call_reached()
-        self._committed.notify()
+        self._commit_made.notify()
         self._on_commit()
 
     async def _try_commit(self, writes: list[PartitionWrite]) -> str:
@@ -355,9 +355,9 @@ class Flusher:
         return ""
 
     async def _note_committed(self, writes: list[PartitionWrite]) -> None:
-        if self.full:
+        if self.disk_full_reason:
             log.info("disk has space again", bucket=self._bucket.name)
-            self.full = ""
+            self.disk_full_reason = ""
         self.last_commit_at = trio.current_time()
         while writes:
             # What was written is freed in these steps: all in one took 12 ms, with 100,000 answers.
@@ -374,13 +374,13 @@ class Flusher:
     def commit_under_way(self) -> Iterator[None]:
         """Marks the time from asking the disk for a commit, of this flusher or of a replicator,
         until the partitions say where they end on disk: for so long the disk may be further."""
-        noted = trio.Event()
-        self._commits_under_way[noted] = None
+        commit_noted = trio.Event()
+        self._commits_under_way[commit_noted] = None
         try:
             yield
         finally:
-            del self._commits_under_way[noted]
-            noted.set()
+            del self._commits_under_way[commit_noted]
+            commit_noted.set()
 
     def commits_under_way(self) -> list[trio.Event]:
         """For each commit under way an event that is set when it is noted, or has failed."""
@@ -403,7 +403,7 @@ class Flusher:
             "bytes_per_commit": self._committed_bytes // max(self._commits, 1),
             "last_commit_s": round(self._last_commit_s, 6),
             "longest_commit_s": round(self._longest_commit_s, 6),
-            "full": self.full,
+            "full": self.disk_full_reason,
         }
 
 

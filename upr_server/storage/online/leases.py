@@ -84,9 +84,9 @@ class LeaseBook:
         self._leases = {lease.lease_id: lease for lease in by_expiry if lease.ranges}
         # Those that others needed the places of, in the order in which they lapsed: each was the
         # first of all leases to lapse. They have no ranges any more.
-        self._evicted = {lease.lease_id: lease for lease in by_expiry if not lease.ranges}
+        self._evicted_leases = {lease.lease_id: lease for lease in by_expiry if not lease.ranges}
         self._backfills: dict[object, tuple[PartitionId, SeqNo, SeqNo]] = {}
-        self._broken = 0
+        self._broken_count = 0
 
     def __len__(self) -> int:
         """How many leases clients hold."""
@@ -102,10 +102,10 @@ class LeaseBook:
         # something is held. To take the tuples as they are takes 2 ms for `LEASED_RANGES_MAX`; to
         # make them anew took 12 ms.
         of_clients = [
-            leased
+            leased_range
             for lease in self._unexpired()
-            for leased in lease.ranges
-            if leased[1] < leased[2]
+            for leased_range in lease.ranges
+            if leased_range[1] < leased_range[2]
         ]
         return of_clients + list(self._backfills.values())
 
@@ -123,7 +123,7 @@ class LeaseBook:
             if lease is None:
                 continue  # a damaged record of an evicted lease
             self._leases[lease_id] = msgspec.structs.replace(lease, is_whole=False)
-            self._broken += 1
+            self._broken_count += 1
 
     # Backfills.
 
@@ -160,12 +160,12 @@ class LeaseBook:
             ServerError: `BAD_ARGUMENT`, `LIMIT_REACHED`, `RANGE_GONE`, or `ROLLBACK_NEEDED` if the
                 range has lost tombstones already.
         """
-        if lease_id in self._leases or lease_id in self._evicted:
+        if lease_id in self._leases or lease_id in self._evicted_leases:
             return await self.renew(lease_id, time_to_live_s)
         # Whoever reads up to what there is, and finds nothing, is not at a position.
         is_position = all(start == end for _, start, end in ranges)
         ranges = [
-            (partition, start, self._persisted(partition) if end == SEQ_MAX else end)
+            (partition, start, self._persisted_end(partition) if end == SEQ_MAX else end)
             for partition, start, end in ranges
         ]
         self._check(ranges, time_to_live_s)
@@ -183,7 +183,7 @@ class LeaseBook:
             )
         )
 
-    def _persisted(self, partition: int) -> SeqNo:
+    def _persisted_end(self, partition: int) -> SeqNo:
         if partition >= len(self._bucket.partitions):
             raise ServerError(Status.BAD_ARGUMENT, f"partition {partition} does not exist")
         return self._bucket.partitions[partition].manager.persistence.committed_seq
@@ -206,14 +206,14 @@ class LeaseBook:
             await self._store.ask(DeleteLeases(self._bucket.name, [lease.lease_id]))
             self._leases.pop(lease.lease_id, None)
             return
-        evicted = msgspec.structs.replace(lease, owner="", ranges=(), is_whole=False)
-        await self._store.ask(PutLease(self._bucket.name, evicted))
+        evicted_lease = msgspec.structs.replace(lease, owner="", ranges=(), is_whole=False)
+        await self._store.ask(PutLease(self._bucket.name, evicted_lease))
         self._leases.pop(lease.lease_id, None)
-        self._evicted[lease.lease_id] = evicted
-        if len(self._evicted) > EVICTED_LEASES_MAX:
-            oldest_id = next(iter(self._evicted))
+        self._evicted_leases[lease.lease_id] = evicted_lease
+        if len(self._evicted_leases) > EVICTED_LEASES_MAX:
+            oldest_id = next(iter(self._evicted_leases))
             await self._store.ask(DeleteLeases(self._bucket.name, [oldest_id]))
-            self._evicted.pop(oldest_id, None)
+            self._evicted_leases.pop(oldest_id, None)
 
     def _check(self, ranges: Sequence[tuple[int, int, int]], time_to_live_s: int) -> None:
         if not 1 <= len(ranges) <= LEASE_RANGES_MAX:
@@ -229,12 +229,12 @@ class LeaseBook:
         if len({partition for partition, _, _ in ranges}) < len(ranges):
             raise ServerError(Status.BAD_ARGUMENT, "a lease has at most one range of a partition")
         for partition, start, end in ranges:
-            persisted = self._persisted(partition)
-            if not start <= end <= persisted:
+            persisted_end = self._persisted_end(partition)
+            if not start <= end <= persisted_end:
                 raise ServerError(
                     Status.BAD_ARGUMENT,
                     f"({start}, {end}] of partition {partition} is not a range on disk; end it at "
-                    f"{persisted} or below",
+                    f"{persisted_end} or below",
                 )
             purge_seq = self._bucket.partitions[partition].purge_seq
             # From 0 on nothing is missed: a reader without any key lacks no deletion.
@@ -248,14 +248,14 @@ class LeaseBook:
     async def _put(self, lease: LeaseRecord) -> LeaseRecord:
         # It protects its ranges from now on, and its owner hears of it when it is on disk. The
         # other way round, compaction could break it in between.
-        previous = self._leases.get(lease.lease_id)
+        previous_lease = self._leases.get(lease.lease_id)
         self._leases[lease.lease_id] = lease
         try:
             await self._store.ask(PutLease(self._bucket.name, lease))
         except DiskFullError:
             self._leases.pop(lease.lease_id, None)
-            if previous is not None:
-                self._leases[lease.lease_id] = previous
+            if previous_lease is not None:
+                self._leases[lease.lease_id] = previous_lease
             raise
         return lease
 
@@ -278,8 +278,8 @@ class LeaseBook:
         """
         lease = self.get_whole(lease_id)
         if not any(
-            leased == partition and low <= start and end <= high
-            for leased, low, high in lease.ranges
+            leased_partition == partition and low <= start and end <= high
+            for leased_partition, low, high in lease.ranges
         ):
             raise ServerError(
                 Status.RANGE_GONE,
@@ -319,19 +319,19 @@ class LeaseBook:
     async def delete_lapsed(self) -> None:
         """Deletes leases that lapsed long ago."""
         lapsed_before = self._time() - LAPSED_S
-        over = [
+        expired_ids = [
             lease.lease_id for lease in self._leases.values() if lease.expires_at <= lapsed_before
         ]
-        for lease in self._evicted.values():
+        for lease in self._evicted_leases.values():
             if lease.expires_at > lapsed_before:
                 break
-            over.append(lease.lease_id)
-        if over:
-            await self._store.ask(DeleteLeases(self._bucket.name, over))
+            expired_ids.append(lease.lease_id)
+        if expired_ids:
+            await self._store.ask(DeleteLeases(self._bucket.name, expired_ids))
             # Not before: if the disk is full they stay on disk, and compaction must know of them.
-            for lease_id in over:
+            for lease_id in expired_ids:
                 self._leases.pop(lease_id, None)
-                self._evicted.pop(lease_id, None)
+                self._evicted_leases.pop(lease_id, None)
 
     def statistics(self) -> dict[str, object]:
         """How many leases there are, of each kind."""
@@ -339,7 +339,7 @@ class LeaseBook:
         return {
             "held": held_count,
             "lapsed": len(self._leases) - held_count,
-            "broken": self._broken,
+            "broken": self._broken_count,
             "backfills": len(self._backfills),
         }
 
@@ -368,12 +368,12 @@ class LeaseBook:
         newest = {lease.owner: lease for lease in sorted(positions, key=attrgetter("expires_at"))}
 
         def row(lease: LeaseRecord) -> dict[str, object]:
-            behind = [highs[partition] - start for partition, start, _ in lease.ranges]
+            numbers_behind = [highs[partition] - start for partition, start, _ in lease.ranges]
             return {
                 "name": lease.owner[:LEASE_OWNER_BYTES_MAX],
                 "id": f"{lease.lease_id:016x}",
                 "partitions": len(lease.ranges),
-                "numbers_behind": sum([max(0, numbers) for numbers in behind]),
+                "numbers_behind": sum([max(0, numbers) for numbers in numbers_behind]),
                 "position_age_s": round(now + lease.time_to_live_s - lease.expires_at, 1),
             }
 

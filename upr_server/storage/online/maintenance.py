@@ -74,9 +74,9 @@ class Maintenance:
         self._progress = Notifier()
         # Tasks in `wait_until_indexed`.
         self._waiters = 0
-        self._full = ""
+        self._disk_full_reason = ""
         # Why the index of a partition follows its log no further, by partition.
-        self._stuck: dict[PartitionId, str] = {}
+        self._stuck_reasons: dict[PartitionId, str] = {}
         self._is_abandoned = False
         self._figures: dict[str, object] = {}
         self.undo_mutations = 0
@@ -123,11 +123,11 @@ class Maintenance:
         self._waiters += 1
         try:
             while not partition.eviction.is_index_ready:
-                if partition.id in self._stuck:
-                    raise CorruptionError(self._stuck[partition.id])
+                if partition.id in self._stuck_reasons:
+                    raise CorruptionError(self._stuck_reasons[partition.id])
                 self.check_not_deleted()
-                if self._full:
-                    raise DiskFullError(self._full)
+                if self._disk_full_reason:
+                    raise DiskFullError(self._disk_full_reason)
                 self.wake()
                 await self._progress.wait()
         finally:
@@ -146,11 +146,11 @@ class Maintenance:
             try:
                 async with self._step_lock:
                     has_more = await self._step()
-                self._full = ""
+                self._disk_full_reason = ""
             except DiskFullError as error:
                 # Indexing can wait, and even compaction needs some space. But those who wait for
                 # the index must not.
-                self._full = str(error)
+                self._disk_full_reason = str(error)
                 self._flusher.set_index_can_move(False)
                 self._progress.notify()
                 await trio.sleep(FULL_DISK_RETRY_S)
@@ -163,9 +163,13 @@ class Maintenance:
         behind = sum(
             partition.high_seq - partition.eviction.indexed_seq
             for partition in self._bucket.partitions
-            if partition.id not in self._stuck
+            if partition.id not in self._stuck_reasons
         )
-        return behind <= self.undo_mutations and not self._full and not self._is_urgently_needed()
+        return (
+            behind <= self.undo_mutations
+            and not self._disk_full_reason
+            and not self._is_urgently_needed()
+        )
 
     def _is_urgently_needed(self) -> bool:
         # A partition that has just become active answers look-ups of stored keys only once all that
@@ -175,7 +179,7 @@ class Maintenance:
             and any(
                 partition.state is PartitionState.ACTIVE
                 and not partition.eviction.is_index_ready
-                and partition.id not in self._stuck
+                and partition.id not in self._stuck_reasons
                 for partition in self._bucket.partitions
             )
         )
@@ -194,25 +198,25 @@ class Maintenance:
                 self._bucket.name,
                 urgent=is_idle or needs_index,
                 leases=self._leases.held_ranges(),
-                lapsed=self._leases.lapsed_leases(),
+                lapsed_leases=self._leases.lapsed_leases(),
                 purge_before_cas=self._purge_before_cas(),
                 keep_unindexed=0 if needs_index else self.undo_mutations,
             )
         )
-        for noted in commits:
+        for commit_noted in commits:
             # The step may have indexed them, and compacted what they supersede. Whoever comes next
             # takes the end on disk that the partition names for a state that the disk has.
-            await noted.wait()
+            await commit_noted.wait()
         self._leases.mark_broken(step.broken_leases)
         self._flusher.set_index_can_move(True)
         if step.partition is None:
             return False
         partition = self._bucket.partitions[step.partition]
         self._note_damage(partition.id, step)
-        partition.note_index_progress(step.indexed, step.item_count)
+        partition.note_index_progress(step.indexed_seq, step.item_count)
         for progress in step.other_partitions:
             self._bucket.partitions[progress.partition].note_index_progress(
-                progress.indexed, progress.item_count
+                progress.indexed_seq, progress.item_count
             )
         partition.purge_seq = max(partition.purge_seq, step.purge_seq)
         self._progress.notify()
@@ -233,9 +237,9 @@ class Maintenance:
                 error=step.damage,
             )
         if step.is_stuck:
-            self._stuck.setdefault(partition, step.damage)
+            self._stuck_reasons.setdefault(partition, step.damage)
         else:
-            self._stuck.pop(partition, None)
+            self._stuck_reasons.pop(partition, None)
         self._flusher.set_index_stuck(partition, step.is_stuck)
 
     def statistics(self) -> dict[str, object]:

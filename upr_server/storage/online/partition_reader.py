@@ -146,7 +146,7 @@ class PartitionReader:
                 self._cursor, self._backfill = self._backfill.cursor, None
         if item is None:
             item = self._from_memory()
-        self._follow(item)
+        self._note_item(item)
         return item
 
     def next_whole_snapshot(self) -> Chunk | None:
@@ -194,7 +194,7 @@ class PartitionReader:
         )
         self._backfill.start()
 
-    def _follow(self, item: CursorItem | ReaderWait | None) -> None:
+    def _note_item(self, item: CursorItem | ReaderWait | None) -> None:
         if isinstance(item, SnapshotStartItem):
             self.is_reading = True
             self._end = item.end
