@@ -37,7 +37,7 @@ class Point:
 
     Attributes:
         label: What it is called.
-        at: Where it is on the axis.
+        axis_value: Where it is on the axis.
         partitions: The bucket's.
         keys: Keys that are drawn from; above the standard number, each is set once beforehand.
         in_rounds: Whether each key comes once before one comes again; drawn uniformly otherwise.
@@ -46,7 +46,7 @@ class Point:
     """
 
     label: str
-    at: int
+    axis_value: int
     partitions: int = PARTITIONS
     keys: int = KEYS
     in_rounds: bool = False
@@ -218,7 +218,7 @@ def _measure_history(servers: int, say: Callable[[str], None]) -> Axis:
         with ExitStack() as stack:
             stand = _Stand(HISTORY[0], stack)
             for point in HISTORY:
-                stand.grow(point.at)
+                stand.grow(point.axis_value)
                 axis[point].append(stand.run())
         _say_last(index, axis, say)
     return axis
@@ -269,7 +269,7 @@ def _details(axis: Axis) -> dict[str, Any]:
         "flatness_until_acknowledged": significant(_flatness(acknowledged)),
         "points": {
             point.label: {
-                "at": point.at,
+                "at": point.axis_value,
                 "distinct_in_a_chunk": significant(point.distinct),
                 "written_share": written[point].to_json(),
                 "server_ns_per_mutation": server[point].to_json(),

@@ -67,12 +67,12 @@ class NaiveQueues:
         rest = _until(rest, ROUND - sum(batch.nbytes for batch in before))
         return before + rest[:1] + self._with_ends(before + rest[:1], rest[1:])
 
-    def _with_ends(self, kept: Sequence[IndexBatch], rest: list[IndexBatch]) -> list[IndexBatch]:
+    def _with_ends(self, chosen: Sequence[IndexBatch], rest: list[IndexBatch]) -> list[IndexBatch]:
         """`rest` without what begins a snapshot and does not end it."""
         left = list(rest)
         for partition in {batch.partition for batch in rest}:
             own = [batch for batch in rest if batch.partition == partition]
-            past = [batch for batch in kept if batch.partition == partition]
+            past = [batch for batch in chosen if batch.partition == partition]
             last = past[-1] if past else self.last.get(partition)
             if any(map(ends, own)):
                 while not ends(own[-1]):

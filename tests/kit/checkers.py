@@ -250,7 +250,7 @@ class _Fold:
 class _Copy:
     """What a consumer has of a partition."""
 
-    at: SeqNo = SeqNo(0)
+    seq: SeqNo = SeqNo(0)
     items: Items = attrs.field(factory=dict)
     inside: Began | None = None
     keys: set[bytes] = attrs.field(factory=set)
@@ -281,22 +281,22 @@ class Snapshots:
         elif isinstance(event, Restarted):
             for copy_id in [copy_id for copy_id in self._copies if copy_id[0] == event.consumer]:
                 del self._copies[copy_id]
-            for partition, (seq, items) in event.kept.items():
+            for partition, (seq, items) in event.copies.items():
                 copy = self._copies[event.consumer, partition]
-                copy.at, copy.items = seq, dict(items)
+                copy.seq, copy.items = seq, dict(items)
 
     def _began(self, event: Began) -> None:
         copy = self._copies[event.consumer, event.partition]
-        if event.start != copy.at or event.end < event.start:
-            raise BrokenPromiseError("I3", f"{event} follows {copy.at}")
+        if event.start != copy.seq or event.end < event.start:
+            raise BrokenPromiseError("I3", f"{event} follows {copy.seq}")
         copy.inside = event
         copy.keys.clear()
 
     def _received(self, event: Received) -> None:
         copy = self._copies[event.consumer, event.partition]
         inside = copy.inside
-        if inside is None or event.start != copy.at or event.end > inside.end:
-            raise BrokenPromiseError("I3", f"{event} inside {inside} follows {copy.at}")
+        if inside is None or event.start != copy.seq or event.end > inside.end:
+            raise BrokenPromiseError("I3", f"{event} inside {inside} follows {copy.seq}")
         seq = event.start
         for row in event.rows:
             if not seq < row.seq <= event.end:
@@ -308,12 +308,12 @@ class Snapshots:
             seq = row.seq
             copy.keys.add(row.key)
         apply(copy.items, event.rows)
-        copy.at = event.end
+        copy.seq = event.end
 
     def _ended(self, event: Ended) -> None:
         copy = self._copies[event.consumer, event.partition]
-        if copy.inside is None or not copy.inside.end == copy.at == event.end:
-            raise BrokenPromiseError("I6", f"{event} ends {copy.inside} at {copy.at}")
+        if copy.inside is None or not copy.inside.end == copy.seq == event.end:
+            raise BrokenPromiseError("I6", f"{event} ends {copy.inside} at {copy.seq}")
         copy.inside = None
         expected = self.truth.items(event.partition, event.log, event.end)
         if copy.items != expected:
@@ -331,7 +331,7 @@ class Snapshots:
         items: Items = {}
         if event.to:
             items = dict(self.truth.items(event.partition, event.log, event.to))
-        copy.at, copy.items, copy.inside = event.to, items, None
+        copy.seq, copy.items, copy.inside = event.to, items, None
 
 
 class Ends:

@@ -116,7 +116,7 @@ class Restarted(msgspec.Struct, frozen=True):
     last complete snapshot ended."""
 
     consumer: str
-    kept: dict[PartitionId, tuple[SeqNo, dict[bytes, tuple[SeqNo, bytes]]]]
+    copies: dict[PartitionId, tuple[SeqNo, dict[bytes, tuple[SeqNo, bytes]]]]
 
 
 class AskedForNow(msgspec.Struct, frozen=True):

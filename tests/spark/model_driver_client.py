@@ -46,7 +46,7 @@ class ModelLease:
     """A lease: its ranges, whether it is held, and whether it is whole."""
 
     ranges: list[tuple[int, int, int]]
-    held: bool = True
+    is_held: bool = True
     whole: bool = True
 
 
@@ -109,7 +109,7 @@ class ModelDriverClient:
 
     def let_leases_lapse(self) -> None:
         for lease in self.leases.values():
-            lease.held = False
+            lease.is_held = False
 
     def compact(self, partition_id: int) -> None:
         partition = self.partitions[partition_id]
@@ -126,7 +126,9 @@ class ModelDriverClient:
                         lease.whole = False
 
     def _is_held(self, partition: int, seq: int) -> bool:
-        return any(lease.held and _holds(lease, partition, seq) for lease in self.leases.values())
+        return any(
+            lease.is_held and _holds(lease, partition, seq) for lease in self.leases.values()
+        )
 
     def read(self, partition: int, start: int, end: int, lease_id: int) -> list[tuple[int, int]]:
         """Numbers and keys of (start, end], as a task gets them."""
@@ -208,7 +210,7 @@ class ModelDriverClient:
         lease = self.leases.get(lease_id)
         if lease is None or not lease.whole:
             raise ServerError(Status.RANGE_GONE)
-        lease.held = True
+        lease.is_held = True
         return self._told(lease_id)
 
     def _told(self, lease_id: int) -> HeldLease:

@@ -283,7 +283,7 @@ class Query(RuleBasedStateMachine):
 
     @invariant()
     def leases_are_few(self) -> None:
-        assert sum(lease.held for lease in self.driver.leases.values()) <= 2 + 2 * self.restarts
+        assert sum(lease.is_held for lease in self.driver.leases.values()) <= 2 + 2 * self.restarts
 
     def teardown(self) -> None:
         """In the end the sink has what the bucket has."""

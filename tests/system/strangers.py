@@ -73,7 +73,7 @@ class Measured:
     """What was measured.
 
     Attributes:
-        wanted: How many strangers should have come.
+        expected_strangers: How many strangers should have come.
         greeting: How many greeted.
         greeting_bytes: Memory of each of these.
         strangers: How many began a greeting.
@@ -85,7 +85,7 @@ class Measured:
         beside: The same beside those who began a greeting.
     """
 
-    wanted: int
+    expected_strangers: int
     greeting: int
     greeting_bytes: float
     strangers: int
@@ -105,7 +105,7 @@ class Measured:
 
     def __str__(self) -> str:
         share = f"at {1e6 * self.arrival_s:.0f} us of the server's processor time each"
-        sentence = f"{self.strangers:,} strangers of {self.wanted:,} begin to greet"
+        sentence = f"{self.strangers:,} strangers of {self.expected_strangers:,} begin to greet"
         times = f"{len(self.alone)} times alone and {len(self.beside)} times beside them"
         lines = [
             f"{self.greeting:,} strangers greet: {self.greeting_bytes:,.0f} bytes each",
