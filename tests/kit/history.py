@@ -112,8 +112,8 @@ class WentBack(msgspec.Struct, frozen=True):
 
 
 class Restarted(msgspec.Struct, frozen=True):
-    """A consumer began again with what it had kept: by partition, what it has of it, and where its
-    last complete snapshot ended."""
+    """A consumer began again with its copies: by partition, where its last complete snapshot ended,
+    and each key's number and value."""
 
     consumer: str
     copies: dict[PartitionId, tuple[SeqNo, dict[bytes, tuple[SeqNo, bytes]]]]
