@@ -48,8 +48,6 @@ class IndexRange(TypedDict, total=False):
 
     Attributes:
         prefix: The first parts of the keys to find, or whole keys; not together with the others.
-        low: The lower end of the range.
-        high: The upper end of the range.
     """
 
     prefix: Key | None
@@ -177,11 +175,8 @@ class IndexClient:
     # Indexes.
 
     def create(self, design: str, indexes: object) -> None:
-        """Writes a design document: `{"indexes": {NAME: {"key": [EXPRESSION, …], …}}}`.
-
-        Args:
-            design: Its name.
-            indexes: The document, as JSON or as what JSON can be made of.
+        """Writes a design document: `{"indexes": {NAME: {"key": [EXPRESSION, …], …}}}`, as JSON or
+        as what JSON can be made of.
 
         Raises:
             IndexerError: `bad_definition`, with the place of the mistake.
@@ -313,14 +308,6 @@ class IndexClient:
     ) -> IndexSummary:
         """Finds out about the entries of the index `DESIGN/INDEX` without reading them.
 
-        Args:
-            name: The index.
-            count: Whether to count them.
-            min_key: Whether to find the lowest key.
-            max_key: Whether to find the highest key.
-            timestamps: Whether to give how far each partition was.
-            **options: Which entries, and how fresh.
-
         Raises:
             IndexerError: The indexer refused or failed; the code says why.
             BrokenError: The indexer cannot be reached, or did not answer.
@@ -340,14 +327,8 @@ class IndexClient:
         **options: Unpack[PageOptions],
     ) -> dict[str, Any]:
         """Carries out a scan, and tells how: the ranges that were read, how many entries were
-        looked at, how the index was as fresh as asked, and what was waited for.
-
-        Args:
-            name: The index.
-            count: See `summarize`; these three not together with `limit`.
-            min_key: See `summarize`.
-            max_key: See `summarize`.
-            **options: See `scan`.
+        looked at, how the index was as fresh as asked, and what was waited for. The arguments are
+        those of `scan` and `summarize`; the latter's not together with `limit`.
 
         Raises:
             IndexerError: The indexer refused or failed; the code says why.
@@ -389,16 +370,8 @@ class IndexClient:
         timeout_s: float = INDEXER_TIMEOUT_S,
         done_code: str = "",
     ) -> bytes:
-        """What the indexer answers.
-
-        Args:
-            method: HTTP's method.
-            path: What to ask.
-            body: What to send.
-            timeout_s: How long the indexer may take.
-            done_code: The code of an error which says, after a lost connection, that the request
-                has been carried out.
-        """
+        """What the indexer answers. An error with `done_code`, after a lost connection, says that
+        the request has been carried out."""
         was_lost = False
 
         def ask(node: IndexNode, slack_s: float) -> bytes:

@@ -53,9 +53,6 @@ class IndexLines:
     """The entries of an answer as lines, as they come; `IndexClient.stream` gives it. Iterate over
     it, and use it as a context, or call `close`, if you may stop before its end.
 
-    Args:
-        lines: The lines.
-
     Attributes:
         end: After the last entry: the timestamps, the continuation if the limit was reached, and
             the moment if it is held. None before.

@@ -74,10 +74,6 @@ class IndexNode:
 
     Args:
         url: For instance `http://127.0.0.1:12080`, or `https://…`.
-        security: See `IndexClient`.
-
-    Attributes:
-        url: See above.
 
     Raises:
         ValueError: See `IndexClient`.
@@ -125,13 +121,7 @@ class IndexNode:
         self._connection.close()
 
     def request(self, method: str, path: str, body: bytes, timeout_s: float) -> bytes:
-        """What the node answers.
-
-        Args:
-            method: HTTP's method.
-            path: What to ask.
-            body: What to send; may be empty.
-            timeout_s: How long the node may be silent.
+        """What the node answers. It may be silent for `timeout_s`.
 
         Raises:
             IndexerError: The indexer refused or failed.
@@ -166,11 +156,6 @@ class IndexNode:
     def lines(self, path: str, body: bytes, timeout_s: float) -> Generator[bytes, None, None]:
         """The lines of an answer, over a connection of their own, which ends with them. The answer
         has begun when this returns.
-
-        Args:
-            path: What to ask.
-            body: What to send.
-            timeout_s: How long the node may be silent.
 
         Raises:
             IndexerError: See `request`.

@@ -39,18 +39,12 @@ class BoundedStreams:
     that all partitions are named, and each has an end.
 
     Attributes:
-        address: The server, or nodes, and the bucket.
         partitions: The partitions, at least one.
         resume: Where they start. It is not changed.
         end: Where each partition ends.
-        lease_id: The lease that pins the ranges; 0 for none.
-        key_prefix: What the keys of the changes begin with.
-        identity: `what:who`, for the server's logs.
-        retry_timeout_s: How long to go on without a node.
         idle_interval_s: After so much silence, each side tells the other that it is alive. While
             the caller does not ask for the next event, nobody tells that here: a server that has
             given the connection up is connected to again.
-        dial: Connects to an address.
     """
 
     address: Address

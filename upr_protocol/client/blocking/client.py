@@ -79,10 +79,8 @@ class BlockingClient(KeyOperations[WriteResult]):
         copies: How many replicas beside the active, for the replicated levels.
         idle_interval_s: How long the program may be busy with something else: after twice this the
             server takes it for dead.
-        connect_timeout_s: How long a connection and its handshake may take.
-        dial: Connects to an address, where plain TCP will not do.
-        draw: Gives numbers in [0, 1), for the waits between attempts.
-        sleep: Waits for so many seconds.
+
+    The others are those of `ConnectOptions`; `sleep` waits for so many seconds.
 
     Raises:
         AddressError: The URL is not valid.
@@ -385,12 +383,8 @@ class BlockingClient(KeyOperations[WriteResult]):
         writer: WriterIdentity | None = None,
         on_answer: Callable[[Batch], None] | None = None,
     ) -> list[Failure]:
-        """Sends published chunks, many at a time, and waits until all are answered.
-
-        Args:
-            batches: Partitions and chunks; taken as there is room.
-            writer: As for `publish`.
-            on_answer: Called with each batch that is answered, or refused for good.
+        """Sends published chunks, many at a time, and waits until all are answered. The arguments
+        are those of `publish_each`.
 
         Returns:
             The operations that failed; of a batch that was refused, all of them.

@@ -51,12 +51,7 @@ _CLOSE_TIMEOUT_S: Final = 2.0
 
 @attrs.frozen
 class SocketOptions(DriverOptions):
-    """How to connect with plain sockets.
-
-    Attributes:
-        dial: Connects to an address, where plain TCP will not do.
-        clock: Tells the time in seconds.
-    """
+    """How to connect with plain sockets."""
 
     dial: SocketDial = dial_socket
     clock: Callable[[], float] = time.monotonic
@@ -68,15 +63,9 @@ class BlockingConnection:
     No task runs in the background: `receive` writes what is queued, reads what has arrived and
     keeps the connection alive. While nobody calls it, nobody reads.
 
-    Args:
-        address: Where to connect to.
-        options: How to connect.
-
     Attributes:
-        session: The session.
         handshake: The server's first answers.
         failure: Why the connection is over; None while it is not.
-        socket: The connection's socket.
 
     Raises:
         BrokenError: It could not connect, or the connection broke during the handshake.

@@ -25,16 +25,7 @@ _MAP_TIMEOUT_S: Final = 1.0
 
 
 class BlockingConnectionPool:
-    """Connections to the nodes of a bucket.
-
-    Args:
-        address: Where to begin.
-        options: How to connect.
-        draw: Gives numbers in [0, 1), for the waits between rounds of asking for the map.
-
-    Attributes:
-        metadata: The client's view of the cluster.
-    """
+    """Connections to the nodes of a bucket."""
 
     def __init__(self, address: Address, options: SocketOptions, draw: Callable[[], float]) -> None:
         self.metadata = ClusterMetadata(address)

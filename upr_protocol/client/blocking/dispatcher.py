@@ -27,14 +27,7 @@ T = TypeVar("T")
 
 
 class BlockingDispatcher:
-    """Sends requests and waits for their answers.
-
-    Args:
-        connections: The connections to all nodes.
-        timeout_s: How long one request may take.
-        credit_timeout_s: How long a change waits for a server that grants no credit.
-        sleep: Waits for so many seconds.
-    """
+    """Sends requests and waits for their answers."""
 
     def __init__(
         self,

@@ -88,13 +88,7 @@ class _PublisherInThread:
 
 
 class BlockingPublisher:
-    """A `Publisher` for callers that block. After an exception, close it and make a new one.
-
-    Args:
-        new_publisher: Makes the publisher, which calls nobody back for failures.
-        buffer_bytes: How much may be unsent or unanswered before the next batch is taken.
-        retry: How long to try to connect.
-    """
+    """A `Publisher` for callers that block. After an exception, close it and make a new one."""
 
     def __init__(
         self,

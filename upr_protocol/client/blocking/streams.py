@@ -31,13 +31,11 @@ class StreamsInThread:
     so that one that nobody uses any more ends its thread.
 
     Args:
-        new_streams: Makes streams that were not connected yet.
         bytes_max: How many bytes of chunks may cross at once.
 
     Attributes:
         deliveries: The deliveries that have crossed. The caller takes them while it has no call in
             the thread.
-        is_connected: Whether the streams were connected to a node.
         is_finished: Whether every stream has ended for good, and every delivery has crossed.
     """
 
@@ -61,11 +59,8 @@ class StreamsInThread:
     # In the streams' thread.
 
     async def connect(self, nursery: trio.Nursery, retry: RetryState | None = None) -> None:
-        """Connects to any node. A cancelled call goes on in the next one.
-
-        Args:
-            nursery: Runs the streams.
-            retry: How long to try again; by default not at all.
+        """Connects to any node; without `retry` it tries once. A cancelled call goes on in the next
+        one.
 
         Raises:
             UprError: No node could be reached.

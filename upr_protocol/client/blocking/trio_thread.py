@@ -34,9 +34,6 @@ _STOP_TIMEOUT_S: Final = 5.0
 class _Call(Generic[T]):
     """One call from another thread, and what came of it.
 
-    Args:
-        function: What to await in the thread.
-
     Attributes:
         has_outcome: Whether `result` gives or raises what came of it. It does not if the call was
             cancelled, or if the thread ended before.

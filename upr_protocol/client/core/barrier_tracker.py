@@ -17,7 +17,6 @@ class _Barrier:
     """How far a barrier has come.
 
     Attributes:
-        passed_partitions: Partitions whose streams it has passed.
         ends: By partition the last complete snapshot end then.
     """
 

@@ -48,12 +48,7 @@ class BatchLimits:
 
 class Batcher:
     """The batch of each partition that is being filled. All are taken out together, so that they
-    can ride in one bundle.
-
-    Args:
-        partition_count: The bucket's.
-        limits: When the collected operations are sent.
-    """
+    can ride in one bundle."""
 
     __slots__ = ("_begun_at", "_builders", "_count", "_limits", "_nbytes", "_partition_count")
 

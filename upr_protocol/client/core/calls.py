@@ -112,8 +112,6 @@ class BucketInfo(msgspec.Struct, frozen=True):
     """One bucket.
 
     Attributes:
-        name: Its name.
-        partition_count: How many partitions it has.
         quota_bytes: The memory it may take.
     """
 
@@ -126,13 +124,11 @@ class PartitionInfo(msgspec.Struct, frozen=True):
     """One partition, as the server described it when the bucket was opened.
 
     Attributes:
-        partition: The partition.
         is_held: Whether the server holds it; otherwise the attributes below mean nothing.
         state: Its state there.
         high_seq: Its highest sequence number then.
         persisted_seq: The last snapshot end on disk then.
         purge_seq: Deletions at or below it may be gone.
-        log: Its failover log.
     """
 
     partition: PartitionId
@@ -148,7 +144,6 @@ class PartitionNumbers(msgspec.Struct, frozen=True):
     """The sequence numbers of one partition.
 
     Attributes:
-        partition: The partition.
         history_id: The history in which the numbers hold.
         high_seq: The highest one in use.
         persisted_seq: The last snapshot end on disk.
@@ -166,7 +161,6 @@ class SeqnoAtTime(msgspec.Struct, frozen=True):
     """Where a partition stood at a time.
 
     Attributes:
-        partition: The partition.
         history_id: The history in which the number holds.
         seq: The last number on disk from before the time; 0 for none.
     """
@@ -287,7 +281,6 @@ class LeasedRange(msgspec.Struct, frozen=True):
     """A range that a lease protects.
 
     Attributes:
-        partition: The partition.
         history_id: The history that the partition is in now.
         start: Where it begins, exclusive.
         end: Where it ends.
@@ -307,7 +300,6 @@ class HeldLease(msgspec.Struct, frozen=True):
     Attributes:
         lease_id: Its ID, to renew and release it with.
         time_to_live_s: How long it holds without renewal.
-        ranges: The ranges that it protects.
     """
 
     lease_id: int
@@ -356,8 +348,6 @@ class LeaseRequest:
 
     Attributes:
         ranges: (partition, start, end) of each range, start exclusive.
-        time_to_live_s: How long it lasts without renewal.
-        owner: The name of its holder.
         lease_id: Its ID, the same at each node.
     """
 
@@ -386,10 +376,6 @@ class LeaseRequest:
         this ID that the node had before keeps its ranges. If those are of other partitions, some
         have another active node since. To take them as they are would repeat or lack ranges.
 
-        Args:
-            lease: What the node has granted.
-            partitions: The partitions that it was asked for.
-
         Raises:
             ServerError: `RANGE_GONE`.
         """
@@ -399,10 +385,6 @@ class LeaseRequest:
 
 def check_active(lease: HeldLease, partitions: Container[int]) -> None:
     """Makes sure that a node can still give what it holds under a lease.
-
-    Args:
-        lease: What the node holds.
-        partitions: The partitions that it is active for.
 
     Raises:
         ServerError: `RANGE_GONE`.

@@ -24,19 +24,7 @@ _PARTITION: Final = attrgetter("partition")
 
 @attrs.frozen(eq=False)
 class Change:
-    """One operation on one key, without a token: it is sent once.
-
-    Attributes:
-        partition: The key's partition.
-        operation: The operation.
-        key: The key.
-        value: The value.
-        cas: The version that the item must have; 0 for any.
-        flags: The application's own 32 bits.
-        expiry: When the item expires, in seconds since 1970; 0 for never.
-        durability: What must hold before the answer.
-        copies: How many replicas beside the active, for the replicated levels.
-    """
+    """One operation on one key, without a token: it is sent once."""
 
     partition: PartitionId
     operation: Operation

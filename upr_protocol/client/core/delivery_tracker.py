@@ -43,7 +43,6 @@ class RollbackRequest(msgspec.Struct, frozen=True):
     `StreamFollower.note_rolled_back`.
 
     Attributes:
-        partition: The partition.
         ceiling: The sequence number to roll back to, or below.
         reason: The server's reason.
     """
@@ -88,12 +87,7 @@ class SaveLimits:
 
 
 class SaveSchedule:
-    """When to save a state that has moved since the last save.
-
-    Args:
-        limits: How much may go unsaved.
-        now: The time.
-    """
+    """When to save a state that has moved since the last save."""
 
     __slots__ = ("_limits", "_nbytes", "_priority", "_saved_at")
 
@@ -135,14 +129,7 @@ class SaveSchedule:
 
 @attrs.define
 class DeliveryCounts:
-    """What the application was given.
-
-    Attributes:
-        events: Events.
-        chunks: Chunks among them.
-        mutations: Mutations in the chunks.
-        nbytes: Bytes of the chunks.
-    """
+    """What the application was given."""
 
     events: int = 0
     chunks: int = 0
@@ -155,14 +142,11 @@ class DeliveryTracker:
 
     Args:
         state: What the application has processed so far.
-        limits: How much may go unsaved.
         acknowledge: Called with each processed delivery.
-        now: The time.
 
     Attributes:
         state: What the application has processed, without the delivery in hand.
         schedule: When to save the state.
-        counts: What the application was given.
     """
 
     __slots__ = ("_acknowledge", "_current_delivery", "counts", "schedule", "state")

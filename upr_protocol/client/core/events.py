@@ -15,7 +15,6 @@ class SnapshotStart(msgspec.Struct, frozen=True):
     """A snapshot of one partition begins. A second one before an end replaces the first.
 
     Attributes:
-        partition: The partition.
         history_id: The history that the snapshot belongs to.
         start: The sequence number after which the snapshot begins. If the consumer resumes inside a
             snapshot, this is the last number that it had received, and the front came before.
@@ -38,7 +37,6 @@ class ChunkReceived(msgspec.Struct, frozen=True):
     """Some of the snapshot's mutations, by ascending sequence number.
 
     Attributes:
-        partition: The partition.
         chunk: The mutations. They are all there are in (chunk.start, chunk.end].
     """
 
@@ -51,7 +49,6 @@ class AnswersReceived(msgspec.Struct, frozen=True):
     before the snapshot's end, and only to a `ReplicaConsumer`.
 
     Attributes:
-        partition: The partition.
         rows: Writer, batch, the partition's highest number then, and the answer as the server keeps
             it; oldest first.
     """
@@ -81,7 +78,6 @@ class BarrierReached(msgspec.Struct, frozen=True):
     """A barrier came back: every change acknowledged before the barrier was sent has come.
 
     Attributes:
-        cookie: The barrier's cookie.
         ends: By streamed partition the end of its last complete snapshot.
     """
 
@@ -98,10 +94,8 @@ class RolledBack(msgspec.Struct, frozen=True):
     it again.
 
     Attributes:
-        partition: The partition.
         ceiling: The highest sequence number that both histories have in common.
         to: The sequence number that the stream goes on from; 0 without an undo callback.
-        reason: The server's reason.
     """
 
     partition: PartitionId
@@ -119,7 +113,6 @@ class Undone(msgspec.Struct, frozen=True):
     last `SnapshotEnd`, or to `to` if that is lower.
 
     Attributes:
-        partition: The partition.
         ceiling: The highest sequence number that both histories have in common.
         to: The sequence number that the stream goes on from.
         consistent_from: The partition equals a state of the server from the first `SnapshotEnd` at
@@ -139,12 +132,7 @@ class Undone(msgspec.Struct, frozen=True):
 
 
 class StreamAccepted(msgspec.Struct, frozen=True):
-    """The server accepted a stream. Comes before any of its data, and only if asked for.
-
-    Attributes:
-        partition: The partition.
-        log: The server's failover log.
-    """
+    """The server accepted a stream. Comes before any of its data, and only if asked for."""
 
     partition: PartitionId
     log: FailoverLog
@@ -154,7 +142,6 @@ class StreamEnded(msgspec.Struct, frozen=True):
     """One partition's stream has ended for good.
 
     Attributes:
-        partition: The partition.
         reason: `END_REACHED`, `STREAM_CLOSED` or `BUCKET_DELETED`.
     """
 

@@ -24,10 +24,8 @@ class Handshake:
     """Takes a new session to the point where requests may be sent.
 
     Args:
-        session: The session; it has queued its `Hello`.
         bucket: The bucket to open; empty for none.
         partitions: The partitions whose histories the client needs; empty for all.
-        log_in: How to log in, if the server wants it.
 
     Attributes:
         is_done: Whether requests may be sent.

@@ -33,13 +33,10 @@ class Item(msgspec.Struct, frozen=True):
     """One item, as it is stored.
 
     Attributes:
-        key: Its key.
-        value: Its value.
         cas: Its version: give it with a change to lose no update of others.
         flags: The application's own 32 bits.
         expiry: When it expires, in seconds since 1970; 0 for never.
         seq: The number of its newest change.
-        partition: Its partition.
         history_id: The history in which the number holds.
     """
 
@@ -89,11 +86,9 @@ class KeyLookup:
 
     Args:
         keys_of: By partition its keys, each with its place among the answers.
-        history_id: The only history to read in; 0 for any.
 
     Attributes:
         items: The items, as `RefusedKeysError` has them, as far as the answers have come.
-        statuses: Why keys were refused, as there.
     """
 
     __slots__ = ("_history_id", "_keys_of", "items", "statuses")
@@ -140,17 +135,7 @@ class KeyLookup:
 
 
 class KeyRequest:
-    """Some keys of one partition, until all of them are answered.
-
-    Args:
-        lookup: Takes the answers.
-        partition: The partition.
-        remaining_keys: The keys, each with its place among the answers.
-        history_id: The only history to read in; 0 for any.
-
-    Attributes:
-        partition: See above.
-    """
+    """Some keys of one partition, until all of them are answered."""
 
     __slots__ = ("_history_id", "_lookup", "_remaining_keys", "partition")
 

@@ -26,10 +26,6 @@ from upr_protocol.wire import MapReply
 def partition_map_of(reply: MapReply, bucket: str) -> PartitionMap | None:
     """The map in a node's answer; None when the node holds the bucket alone.
 
-    Args:
-        reply: The answer.
-        bucket: The bucket whose map the node was asked for.
-
     Raises:
         RemoteProtocolError: The answer is not a valid map, or is the map of another bucket.
     """
@@ -55,7 +51,6 @@ class ClusterMetadata:
         follow_map: Whether to follow maps; otherwise every request goes to `address`.
 
     Attributes:
-        address: See above.
         map: The map; None while no node has told one.
         newest_revision: The newest revision that some node has said it has. An older map is stale.
     """

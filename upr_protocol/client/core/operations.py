@@ -13,12 +13,7 @@ from upr_protocol.ids import PartitionId
 
 
 class OperationBatches:
-    """Puts operations into batches, and brings their results back into order.
-
-    Args:
-        mutations: The operations.
-        partition_count: The bucket's.
-    """
+    """Puts operations into batches, and brings their results back into order."""
 
     __slots__ = ("_mutations", "_partition_count", "_results", "_rows_of")
 

@@ -40,8 +40,6 @@ class Failure(msgspec.Struct, frozen=True):
 
     Attributes:
         partition: The key's partition.
-        key: Its key.
-        operation: The operation.
         status: Why the server did not carry it out.
         sentence: Why it refused the whole batch, in its words; empty where it said the status only.
     """

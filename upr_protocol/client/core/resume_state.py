@@ -89,7 +89,6 @@ class ResumeState:
     """How far a consumer has come in each partition of one bucket.
 
     Attributes:
-        bucket: The bucket's name.
         positions: By partition; a missing one has received nothing.
     """
 

@@ -110,7 +110,6 @@ class RetryState:
 
     Args:
         timeout_s: How long to go on failing.
-        draw: Gives numbers in [0, 1), for the waits between attempts.
 
     Attributes:
         last_failure: Why the last connection, or attempt to make one, ended; empty at first.

@@ -15,10 +15,8 @@ class PartitionRouter:
     """Chooses the node of each partition.
 
     Args:
-        metadata: Says which nodes hold a partition.
         state: The state that a node must hold a partition in.
         timeout_s: How long a partition that something waits for may be without a node.
-        draw: Gives numbers in [0, 1), for the waits after refusals.
 
     Attributes:
         placements: The node of each partition, as `route` chose it last; None while it has none.

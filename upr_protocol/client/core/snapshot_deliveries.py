@@ -28,11 +28,7 @@ from upr_protocol.wire import (
 
 
 class SnapshotDeliveries:
-    """The deliveries that the snapshots of one node make.
-
-    Args:
-        resume_state: The positions to move.
-    """
+    """The deliveries that the snapshots of one node make."""
 
     __slots__ = ("_resume_state", "_starts")
 

@@ -60,8 +60,6 @@ class RefusedStream:
     """A stream that one node does not give, or not any more, and that another node may give.
 
     Attributes:
-        partition: The partition.
-        error: Why.
         map_revision: The revision of the node's partition map; 0 if it did not tell.
     """
 
@@ -75,8 +73,6 @@ class _ConnectionStreams:
     """What has been said on one connection.
 
     Attributes:
-        session: The session.
-        handshake: What the node told at first.
         connection_number: The connection's number, among those of all followers.
         has_sent_go: Whether `Go` was sent: data may come.
         has_new_logs: Whether an answer has changed a position that is yet to be saved.

@@ -48,22 +48,13 @@ def checked_partitions(partitions: Sequence[int] | None) -> tuple[PartitionId, .
 
 @attrs.frozen
 class Subscription:
-    """What a consumer asks for.
+    """What a consumer asks for; see also the arguments of `consume`.
 
     Attributes:
         partitions: The partitions to stream; empty for all of the bucket's.
         from_now: Whether partitions without a position start at what the server has, instead of at
             the beginning.
-        state: The state that the partitions must be in.
-        end: Where the streams end.
-        lease_id: The lease that holds what lies between the positions and `end`, and under which it
-            is read; 0 for no lease.
         with_answers: Whether the server's answers to publishers come, too.
-        with_logs: Whether the application is given the log of each accepted stream.
-        has_undo: Whether the application undoes a rollback itself; otherwise the partition starts
-            again at 0.
-        key_prefix: What the keys of the changes begin with; empty for all. The server leaves the
-            others out.
     """
 
     partitions: tuple[PartitionId, ...] = ()
@@ -81,15 +72,12 @@ class SubscriptionState:
     """What the stream followers of one consumer share.
 
     Attributes:
-        subscription: What the consumer asked for.
         resume_state: The positions of everything received; the application may have processed less.
         partitions: The partitions to stream; None until a node has told how many there are.
         remaining_partitions: Those of them whose streams have not ended for good.
-        barriers: The barriers in flight.
         accepted_partitions: The partitions whose stream a node has accepted at least once.
         pending_rollbacks: The rollbacks that the application is undoing. Meanwhile their streams
             are not requested, on any connection: their positions are about to move.
-        rollback_count: How many rollbacks there were.
         connection_count: How many connections there were, of all followers.
         partition_count: How many partitions the bucket has; 0 until a node has told.
     """

@@ -86,7 +86,6 @@ class Batch(msgspec.Struct, eq=False, gc=False):
     `UnansweredBatches` forgets the callback and the bundle once they are done with.
 
     Attributes:
-        partition: Its partition.
         counter: Its number among the batches of this writer and partition.
         chunk: The operations.
         on_answer: Called with the batch once it is answered or refused for good; None after that.
@@ -166,13 +165,10 @@ class SentBundle(msgspec.Struct, eq=False):
 @attrs.frozen
 class PublishOptions:
     """How a publisher has its batches applied: how many at once, how durably, how long it retries.
+    See also the arguments of `publisher`.
 
     Attributes:
-        in_flight: Unanswered batches of one partition.
-        buffer_bytes: Bytes unsent or unanswered before it is full.
         retry_timeout_s: How long it resends a batch that servers refuse for a reason that may pass.
-        durability: The durability that servers answer a batch at.
-        copies: How many replicas beside the active, for the replicated levels.
         linger_s: How long batches wait for others to fill a bundle with, at most, unless
             `BUSY_NODE_ROWS` are unanswered at level memory. They wait only while an
             earlier bundle is on its way.
@@ -193,9 +189,7 @@ class PartitionBatches:
     """The batches of one partition that have no final answer, in order.
 
     Attributes:
-        partition: The partition.
         node: The node that they are placed with.
-        waiting_batches: The batches to send.
         sent_batches: The batches that were sent since, by counter: those in flight, and those that
             a server refused for a reason that may pass. The refused ones go back to
             `waiting_batches` once nothing is in flight: resent before that, they could come after a
@@ -250,18 +244,9 @@ class PartitionBatches:
 class UnansweredBatches:
     """The unanswered batches of one publisher, by partition.
 
-    Args:
-        writer: Gives batches their tokens.
-        options: How many batches at once, how durable, how long to retry.
-        draw: Gives numbers in [0, 1), for the waits after refusals.
-
     Attributes:
-        writer: See above.
-        options: See above.
         unplaced_batches: The batches of partitions that have no node. Nothing sends them.
         count: How many batches were added and have no final answer.
-        nbytes: Their memory.
-        resent_count: How many times a batch was sent again.
     """
 
     def __init__(
@@ -499,12 +484,8 @@ class NodeBatches:
     # Sending.
 
     def send(self, session: ClientSession, now: float, *, is_due: bool = False) -> bool:
-        """Sends as much as may be sent now, in bundles.
-
-        Args:
-            session: What to send it with.
-            now: The time in seconds.
-            is_due: Whether to send batches that would wait for others to fill a bundle with.
+        """Sends as much as may be sent now, in bundles; with `is_due` also batches that would wait
+        for others to fill a bundle with.
 
         Returns:
             Whether it sent anything.

@@ -21,7 +21,6 @@ class WriterIdentity:
         writer_id: 16 random bytes, so that no two publishers ever have the same.
 
     Attributes:
-        id: See above.
         attempt: Which run of its task it is; 0 where tasks are not run again.
 
     Raises:

@@ -161,9 +161,6 @@ def uint64_blob(value: int) -> bytes:
 class LocalCopyReader:
     """Reads a local copy as it was committed last, also while another process follows.
 
-    Args:
-        directory: Where the copy is.
-
     Attributes:
         state: The resume state when the copy was opened.
 

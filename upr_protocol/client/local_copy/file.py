@@ -69,7 +69,6 @@ class LocalCopyFile:
 
     Attributes:
         state: The resume state when the file was opened.
-        has_failed: Whether something failed.
     """
 
     def __init__(

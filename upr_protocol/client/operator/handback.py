@@ -41,11 +41,6 @@ class Handback:
     Attributes:
         is_resumed: Whether an earlier command was interrupted after it had handed partitions over.
         final_points: Where the old active stopped, for each partition; once they have been read.
-
-    Args:
-        change: The maps of the command.
-        source: The old active.
-        target: The node that is to become active.
     """
 
     def __init__(self, change: MapChange, source: str, target: str) -> None:
@@ -148,12 +143,8 @@ class Handback:
     async def give_back(
         self, reason: str, suspects: Iterable[str] = (), *, is_unknown: bool = False
     ) -> PartitionMap:
-        """Makes the old active active again; or the target, where it was active and is ahead.
-
-        Args:
-            reason: Why the target did not become active.
-            suspects: The nodes that may have been told to become active.
-            is_unknown: Whether one of them may be active now.
+        """Makes the old active active again; or the target, where it was active and is ahead. The
+        `suspects` may have been told to become active; with `is_unknown` one of them may be active.
 
         Returns:
             The map, if the target is active for everything by it.

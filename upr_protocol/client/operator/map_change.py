@@ -21,8 +21,6 @@ class MapChange:
     """What a takeover and a failover share.
 
     Attributes:
-        operator: How to reach the nodes.
-        survey: What the nodes said at first.
         assignments: The partitions that the command is about, as they were at first.
         publisher: Gives nodes the maps.
         text: The partitions, for people.

@@ -26,12 +26,7 @@ _RETRYABLE: Final = frozenset({Status.SHUTTING_DOWN, Status.REVISION_CONFLICT})
 
 
 class MapPublisher:
-    """Gives nodes maps, each in place of the map that the node has.
-
-    Args:
-        operator: How to reach the nodes.
-        survey: What the nodes have.
-    """
+    """Gives nodes maps, each in place of the map that the node has."""
 
     def __init__(self, operator: Operator, survey: Survey) -> None:
         self._operator = operator
@@ -51,11 +46,6 @@ class MapPublisher:
         given this one again; it refuses the first one if that arrives late.
 
         If this is cancelled, the node may have applied the map, or may do so later.
-
-        Args:
-            node: The node.
-            partition_map: The map.
-            timeout_s: How long the node may take; the operator's `apply_timeout_s` by default.
 
         Raises:
             MapRefusedError: The node refused the map, and has not applied it.

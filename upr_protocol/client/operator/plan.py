@@ -119,8 +119,6 @@ class PartitionCopy:
     """What a node has of a partition.
 
     Attributes:
-        node: The node.
-        log: The failover log there.
         high_seq: The end of the last complete snapshot there.
     """
 

@@ -185,13 +185,8 @@ def _with_replica(
 async def remove_replicas(
     operator: Operator, node: str, *, partitions: Iterable[int] = ()
 ) -> list[PartitionId]:
-    """Removes the replicas on a node. Its copy stays on its disk. The map drops a node that holds
-    no partition.
-
-    Args:
-        operator: How to reach the nodes.
-        node: The node.
-        partitions: Which partitions; none for all.
+    """Removes the replicas of some partitions on a node, or of all. Its copy stays on its disk. The
+    map drops a node that holds no partition.
 
     Returns:
         The partitions of which it was a replica.
@@ -280,13 +275,7 @@ async def wait_caught_up(
     lag: ReplicaLag,
 ) -> None:
     """Waits until a replica has, in the same history, what the active nodes had when they were last
-    asked. It has no deadline of its own.
-
-    Args:
-        operator: How to reach the nodes.
-        node: The replica.
-        partitions: Which partitions.
-        lag: Is updated while it waits.
+    asked, and updates `lag` meanwhile. It has no deadline of its own.
 
     Raises:
         BrokenError: No node at the operator's address answers.

@@ -35,7 +35,6 @@ class NodeReport:
     Attributes:
         name: Its name in partition maps.
         address: Where it was asked.
-        map: Its map; None when it has none.
         partitions: Its partitions; empty when it does not have the bucket.
         failure: Why it could not be asked; empty when it could.
     """
@@ -68,7 +67,6 @@ class Survey:
     """What all nodes of a bucket say.
 
     Attributes:
-        bucket: The bucket.
         first_node: The name of the node that was asked first.
         map: The newest map. A bucket that one node holds alone has none; then it is a map of this
             node, with revision 0.
@@ -129,7 +127,6 @@ class Operator:
         on_progress: Called with a sentence for each step that was done.
         ask_timeout_s: How long a node may take to answer.
         apply_timeout_s: How long it may take to apply a map.
-        dial: How to reach an address, where that is not plain TCP.
     """
 
     address: Address

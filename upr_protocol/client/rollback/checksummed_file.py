@@ -27,12 +27,7 @@ class DamagedFileError(UprError, ValueError):
 
 
 class ChecksummedFile:
-    """The file, open for appending; `open` makes one.
-
-    Attributes:
-        path: Where the file is.
-        nbytes: Its length.
-    """
+    """The file, open for appending; `open` makes one."""
 
     def __init__(self, path: Path, file: int, nbytes: int) -> None:
         self.path = path

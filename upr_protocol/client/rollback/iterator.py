@@ -37,7 +37,6 @@ class RollbackIterator(ABC):
 
     Args:
         consumer: The consumer, with the planner as its undo callback.
-        planner: Plans rollbacks.
     """
 
     def __init__(self, consumer: Consumer, planner: RollbackPlanner) -> None:

@@ -45,7 +45,6 @@ class RollbackPlan:
     """What to undo.
 
     Attributes:
-        event: What the application is given.
         versions: By key the version that was read again, of history 0 if the server had left the
             stream's history; None when the partition starts at 0.
     """
@@ -63,12 +62,7 @@ the partition's high sequence number when the last of them was read, too. `Serve
 
 
 class RollbackPlanner:
-    """Plans rollbacks from the received keys.
-
-    Args:
-        received_keys: The keys that the application was given lately.
-        read_newest: Reads keys again.
-    """
+    """Plans rollbacks from the received keys."""
 
     def __init__(self, received_keys: ReceivedKeysSource, read_newest: ReadNewest) -> None:
         self._received_keys = received_keys

@@ -37,7 +37,6 @@ class ReceivedVersion(msgspec.Struct, frozen=True):
     """The version of a key that the application was given.
 
     Attributes:
-        seq: Its sequence number.
         history_id: The branch of history that assigned the number; 0 if that is not known, so that
             the key is foreign to every history.
     """
@@ -74,11 +73,7 @@ class ReceivedKeysSource(Protocol):
 
 
 class ReceivedKeys:
-    """The received keys in memory.
-
-    Args:
-        limits: How many are kept.
-    """
+    """The received keys in memory."""
 
     def __init__(self, limits: ReceivedKeysLimits) -> None:
         self._limits = limits

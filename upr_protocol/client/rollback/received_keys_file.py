@@ -38,8 +38,6 @@ class ReceivedKeysFile:
 
     Args:
         path: The file; created if it is missing. Two consumers must not share it.
-        bucket: The bucket of the keys.
-        limits: How many keys are kept.
         is_buffered: Whether received keys are written by `flush`, and not one chunk at a time.
 
     Attributes:

@@ -13,11 +13,7 @@ from upr_protocol.limits import OPEN_BARRIERS_MAX
 
 
 class BarrierWaiters:
-    """Sends barriers, and brings each back to the task that waits for it.
-
-    Args:
-        streams: Sends the barriers.
-    """
+    """Sends barriers, and brings each back to the task that waits for it."""
 
     __slots__ = ("_cookies", "_error", "_returned", "_streams", "_waiters")
 

@@ -76,8 +76,6 @@ class TrioOptions(DriverOptions):
     """How to connect with Trio, to one node or to the nodes of a bucket.
 
     Attributes:
-        dial: Connects to an address, where plain TCP will not do.
-        draw: Gives numbers in [0, 1), for the waits between attempts.
         retry_timeout_s: How long to go on without a node for a partition that is waited for.
         follow_map: Whether to follow the partition map; otherwise everything goes to the user's
             address.
@@ -117,7 +115,6 @@ class TrioConnection:
     """A connection on which the handshake is done. `open_connection` makes one.
 
     Attributes:
-        address: Where it leads.
         session: The session. After `session.send`, call `flush`.
         handshake: The server's first answers.
         failure: Why the connection is over; None while it is not.

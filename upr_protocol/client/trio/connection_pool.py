@@ -96,7 +96,6 @@ class _Node(ConnectionHandler, Generic[H]):
         pool: The connections to all nodes.
         address: Where it is. The user's address may name several hosts; one after the other is
             tried for the first node.
-        handler: Uses it.
         connection: The connection to it; None while it is not connected.
         map_request: The question for its map on this connection.
         is_down: Whether the last connection, or attempt to make one, failed.
@@ -143,16 +142,12 @@ class ConnectionPool(Generic[H]):
     """Keeps connections to the nodes that its owner needs.
 
     Args:
-        address: Where to begin.
-        options: How to reach the nodes.
         owner: Says which partitions need a node, and uses the nodes.
-        state: The state that a node must hold a partition in.
         opened_partitions: The partitions whose histories the owner needs; empty for all.
 
     Attributes:
         metadata: The client's view of the cluster.
         router: Chooses the node of each partition.
-        last_failure: Why the last connection, or attempt to make one, ended; empty at first.
         located: Set when all partitions have been located for the first time: the map is the
             newest, and each node that it names was reached or could not be.
     """

@@ -36,10 +36,6 @@ REQUEST_RETRY_TIMEOUT_S: Final = 30.0
 class NodeChannel(RequestChannel, NodeHandler):
     """Requests to one node, over one connection after another.
 
-    Args:
-        dispatcher: The dispatcher of all nodes.
-        credit_timeout_s: How long a change waits for a server that grants no credit.
-
     Attributes:
         retry: Endless: each request has a timeout of its own.
     """
@@ -70,15 +66,10 @@ class RequestDispatcher:
     call raises the error.
 
     Args:
-        address: The address that the user gave.
         options: How to reach the nodes. `retry_timeout_s` is how long a request waits for the node
             of its partition.
-        credit_timeout_s: How long a change waits for a server that grants no credit.
 
     Attributes:
-        address: See above.
-        draw: Gives numbers in [0, 1), for the waits between connections.
-        connections: The connections to all nodes.
         has_opened: Set once the first connection is made, or could not be made.
         error: Why no request can be made any more; None while it can.
         partition_count: The bucket's; 0 when no bucket was opened.

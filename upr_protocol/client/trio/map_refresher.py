@@ -78,9 +78,6 @@ class MapConnection(ConnectionHandler):
     """A connection to one node, only to ask for its map.
 
     Args:
-        address: The node, and the bucket.
-        metadata: Says which revision is the newest.
-        options: How to connect.
         on_map: Called with each answer, None for a refusal because the node has no such bucket;
             what it raises ends the connection.
 
@@ -145,10 +142,6 @@ class MapConnection(ConnectionHandler):
 
 class MapRefresher:
     """Asks all known nodes for the map, in rounds that follow each other less and less often.
-
-    Args:
-        metadata: Says which nodes there are.
-        options: How to connect.
 
     Attributes:
         next_round_at: When the next round may begin.

@@ -56,8 +56,6 @@ class NodeClient:
     Cancelling a call leaves it open whether the node carries it out.
 
     Attributes:
-        address: The node, and the bucket.
-        identity: `what:who`, for the server's logs and statistics.
         timeout_s: How long one call may take.
         dial: How to reach an address, where that is not plain TCP.
     """
@@ -185,11 +183,7 @@ class NodeClient:
 
 
 class NodeConnection:
-    """A connection to one node that serves many requests; `open_node` makes one.
-
-    Args:
-        channel: The connection's requests.
-    """
+    """A connection to one node that serves many requests; `open_node` makes one."""
 
     def __init__(self, channel: RequestChannel) -> None:
         self._channel = channel

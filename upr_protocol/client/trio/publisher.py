@@ -86,13 +86,6 @@ class Publisher:
     raises `ServerError` when the bucket is over its quota and no credit arrives in time; what was
     added stays, and is sent when credit arrives.
 
-    Args:
-        address: The bucket, for messages.
-        nodes: Sends the batches to the nodes.
-        limits: When a batch is full.
-        credit_timeout_s: How long to wait for a server that grants no credit.
-        on_failure: Called with each operation that fails, instead of `failures`.
-
     Attributes:
         failures: The operations that failed, unless a callback is told; at most `FAILURES_MAX`.
             Clear the list when you have dealt with them: failures left at the end of the context

@@ -19,16 +19,7 @@ from upr_protocol.wire import Message, MutateReply, Refusal
 
 
 class NodePublisher(NodeHandler):
-    """Publishes to one node, over one connection after another.
-
-    Args:
-        nodes: The publishers of all nodes.
-        retry: When to give the node up.
-
-    Attributes:
-        retry: See above.
-        batches: The batches of the partitions that the node holds.
-    """
+    """Publishes to one node, over one connection after another."""
 
     def __init__(self, nodes: PublisherNodes, retry: RetryState) -> None:
         self.retry = retry
@@ -82,18 +73,10 @@ class NodePublisher(NodeHandler):
 class PublisherNodes:
     """A `NodePublisher` for each node that the partition map names.
 
-    Args:
-        address: Where to begin; it names the bucket.
-        options: How to reach the nodes.
-        unanswered_batches: The batches.
-
     Attributes:
-        unanswered_batches: See above.
-        connections: The connections to all nodes.
         on_done: Called with batches that are answered, or refused for good; set by the publisher.
         is_finished: Whether it sends nothing more.
         error: Why.
-        connection_count: How many connections were made.
         partition_count: The bucket's; 0 before the first connection.
         send_later: Notified when a node has batches to send at some later time.
     """

@@ -27,16 +27,10 @@ class ReplicaConsumer(Consumer):
         received_seq: SeqNo,
         persisted_seq: SeqNo,
     ) -> None:
-        """Reports to the server which complete snapshot ends a replica has. Reports that are made
-        before the writer's next turn leave in one message, the newest of each partition. Without a
-        connection the report is dropped; report again after a stream was accepted.
-
-        Args:
-            partition: The partition.
-            history_id: The history that the ends belong to.
-            received_seq: The last end received.
-            persisted_seq: The last end on disk.
-        """
+        """Reports to the server which complete snapshot ends of a history a replica has. Reports
+        that are made before the writer's next turn leave in one message, the newest of each
+        partition. Without a connection the report is dropped; report again after a stream was
+        accepted."""
         self._streams.report((partition, history_id, received_seq, persisted_seq))
 
 

@@ -64,8 +64,6 @@ class PendingChange(PendingReply[WriteResult]):
     """A change that waits to be sent, or for its answer.
 
     Attributes:
-        change: The change.
-        is_sent: Whether it was sent.
         lacks_credit: Whether its turn to be sent has come while there was no credit.
     """
 
@@ -122,13 +120,6 @@ class RequestChannel(ConnectionHandler):
     Calls that wait for an answer raise `ServerError` if the server refuses, or grants no credit for
     a change in time; `BrokenError` if the connection is lost, and then the request may have been
     carried out or not; and `ClosedError` if the connection is closed here.
-
-    Args:
-        address: Where the connection leads, for messages.
-        credit_timeout_s: How long a change waits for a server that grants no credit.
-
-    Attributes:
-        requests: How many requests were sent.
     """
 
     def __init__(self, address: Address, credit_timeout_s: float) -> None:

@@ -100,14 +100,7 @@ class DeliveryQueue:
 
 
 class NodeStreams(NodeHandler):
-    """The streams of one node; handles one connection after another to it.
-
-    Args:
-        follower: Turns messages into deliveries.
-        retry: Notified of progress.
-        queue: Where deliveries go.
-        connections: Notified of what concerns other nodes.
-    """
+    """The streams of one node; handles one connection after another to it."""
 
     def __init__(
         self,
@@ -193,15 +186,8 @@ class NodeStreams(NodeHandler):
 class ConsumerStreams:
     """The streams of all nodes, with one queue.
 
-    Args:
-        address: Where to begin.
-        options: How to reach the nodes.
-        state: How far the subscription is.
-
     Attributes:
         queue: The deliveries that the application has not taken.
-        state: See above.
-        connections: The connections to all nodes.
     """
 
     def __init__(self, address: Address, options: TrioOptions, state: SubscriptionState) -> None:
