@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from datetime import datetime
@@ -17,7 +16,7 @@ from upr_protocol.client import (
     PartitionNumbers,
 )
 from upr_protocol.client.core import calls
-from upr_protocol.client.core.calls import NEW_LEASE_TRIES
+from upr_protocol.client.core.calls import NEW_LEASE_TRIES, new_lease_id
 from upr_protocol.errors import BrokenError, ServerError, Status, UprError
 from upr_protocol.hashing import partition_of
 from upr_protocol.ids import Durability, PartitionId
@@ -33,11 +32,6 @@ OWNER: Final = "spark"
 
 _WAIT_S: Final = 30.0
 """How long the server may take to put on disk what it has, before it is asked again."""
-
-
-def new_lease_id() -> int:
-    """A random number that is not 0, for a lease of one's own."""
-    return int.from_bytes(os.urandom(8), "little") | 1
 
 
 class DriverClient(Protocol):

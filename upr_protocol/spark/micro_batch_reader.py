@@ -19,6 +19,7 @@ from pyspark.sql.streaming.datasource import (
 from pyspark.sql.types import StructType
 
 from upr_protocol.client import HeldLease
+from upr_protocol.client.core.calls import new_lease_id
 from upr_protocol.errors import ServerError, Status
 from upr_protocol.spark.batch_delay import BatchDelay
 from upr_protocol.spark.consumer_position import ConsumerPosition
@@ -26,7 +27,6 @@ from upr_protocol.spark.driver_client import (
     BucketDriverClient,
     DriverClient,
     acquire_new_lease,
-    new_lease_id,
 )
 from upr_protocol.spark.errors import PipelineError, as_pipeline_error, sentence_first
 from upr_protocol.spark.offset import StreamOffset

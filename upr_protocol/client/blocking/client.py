@@ -277,7 +277,7 @@ class BlockingClient(KeyOperations[WriteResult]):
     ) -> HeldLease:
         failure: ServerError | None = None
         for _ in range(NEW_LEASE_TRIES):
-            lease_id = int.from_bytes(os.urandom(8), "little") | 1
+            lease_id = calls.new_lease_id()
             request = LeaseRequest(ranges, time_to_live_s, owner, lease_id)
             is_granted = False
             try:

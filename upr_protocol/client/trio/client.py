@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import AsyncIterator, Coroutine, Iterable, Sequence
 from contextlib import asynccontextmanager, suppress
 from datetime import datetime
@@ -270,7 +269,7 @@ class Client(KeyOperations[Coroutine[Any, Any, WriteResult]]):
     ) -> HeldLease:
         failure: ServerError | None = None
         for _ in range(NEW_LEASE_TRIES):
-            lease_id = int.from_bytes(os.urandom(8), "little") | 1
+            lease_id = calls.new_lease_id()
             request = LeaseRequest(ranges, time_to_live_s, owner, lease_id)
             is_granted = False
             try:
