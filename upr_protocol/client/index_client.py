@@ -44,11 +44,7 @@ Bound = Key | tuple[Key, bool]
 
 
 class IndexRange(TypedDict, total=False):
-    """A range of an index.
-
-    Attributes:
-        prefix: The first parts of the keys to find, or whole keys; not together with the others.
-    """
+    """A range of an index; or the first parts of the keys to find, or whole keys, as `prefix`."""
 
     prefix: Key | None
     low: Bound | None
@@ -306,12 +302,8 @@ class IndexClient:
         timestamps: bool = False,
         **options: Unpack[ScanSelection],
     ) -> IndexSummary:
-        """Finds out about the entries of the index `DESIGN/INDEX` without reading them.
-
-        Raises:
-            IndexerError: The indexer refused or failed; the code says why.
-            BrokenError: The indexer cannot be reached, or did not answer.
-        """
+        """Finds out about the entries of the index `DESIGN/INDEX` without reading them. The errors
+        are those of `scan`."""
         query = {"count": count, "min": min_key, "max": max_key, "timestamps": timestamps}
         if not (count or min_key or max_key):
             raise ValueError("ask for at least one of count, min_key and max_key")
@@ -327,13 +319,9 @@ class IndexClient:
         **options: Unpack[PageOptions],
     ) -> dict[str, Any]:
         """Carries out a scan, and tells how: the ranges that were read, how many entries were
-        looked at, how the index was as fresh as asked, and what was waited for. The arguments are
-        those of `scan` and `summarize`; the latter's not together with `limit`.
-
-        Raises:
-            IndexerError: The indexer refused or failed; the code says why.
-            BrokenError: The indexer cannot be reached, or did not answer.
-        """
+        looked at, how the index was as fresh as asked, and what was waited for. The arguments and
+        errors are those of `scan` and `summarize`; the latter's arguments not together with
+        `limit`."""
         query = {"count": count, "min": min_key, "max": max_key, "explain": True}
         return self._scan(name, query, options, _Explanation).explanation
 

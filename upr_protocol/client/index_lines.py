@@ -51,12 +51,9 @@ class _End(msgspec.Struct, frozen=True):
 
 class IndexLines:
     """The entries of an answer as lines, as they come; `IndexClient.stream` gives it. Iterate over
-    it, and use it as a context, or call `close`, if you may stop before its end.
-
-    Attributes:
-        end: After the last entry: the timestamps, the continuation if the limit was reached, and
-            the moment if it is held. None before.
-    """
+    it, and use it as a context, or call `close`, if you may stop before its end. After the last
+    entry, `end` has the timestamps, the continuation if the limit was reached, and the moment if it
+    is held."""
 
     def __init__(self, lines: Generator[bytes, None, None]) -> None:
         self._lines = lines

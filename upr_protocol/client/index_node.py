@@ -70,15 +70,8 @@ class _Failures(msgspec.Struct, frozen=True):
 
 
 class IndexNode:
-    """A connection to a node, which is made with the first request, and again after it was lost.
-
-    Args:
-        url: For instance `http://127.0.0.1:12080`, or `https://…`.
-
-    Raises:
-        ValueError: See `IndexClient`.
-        TlsError: A file that `security` names cannot be used.
-    """
+    """A connection to the node at `url`, which is made with the first request, and again after it
+    was lost. The arguments and errors are those of `IndexClient`."""
 
     def __init__(self, url: str, security: Security) -> None:
         parts = urlsplit(url)
@@ -121,13 +114,8 @@ class IndexNode:
         self._connection.close()
 
     def request(self, method: str, path: str, body: bytes, timeout_s: float) -> bytes:
-        """What the node answers. It may be silent for `timeout_s`.
-
-        Raises:
-            IndexerError: The indexer refused or failed.
-            BrokenError: It cannot be reached, or did not answer.
-            CredentialsError: The password is not to be had.
-        """
+        """What the node answers. It may be silent for `timeout_s`. The errors are those of
+        `IndexClient.scan`."""
         connection = self._connection
         # The connection gives this to sockets that it makes; a socket that it has keeps its own.
         connection.timeout = timeout_s
@@ -155,12 +143,8 @@ class IndexNode:
 
     def lines(self, path: str, body: bytes, timeout_s: float) -> Generator[bytes, None, None]:
         """The lines of an answer, over a connection of their own, which ends with them. The answer
-        has begun when this returns.
-
-        Raises:
-            IndexerError: See `request`.
-            BrokenError: Likewise; or the connection is lost while they are read.
-        """
+        has begun when this returns. `BrokenError` is raised, too, if the connection is lost while
+        they are read."""
         node = IndexNode(self.url, self._security)
         lines = node._lines(path, body, timeout_s)
         next(lines)

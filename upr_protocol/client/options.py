@@ -29,14 +29,8 @@ def new_nonce() -> str:
 
 @attrs.frozen
 class DriverOptions:
-    """How to connect.
-
-    Attributes:
-        identity: `what:who`, for the server's logs and statistics.
-        window_bytes: How many unacknowledged bytes a server may send on streams.
-        idle_interval_s: After so much silence, each side tells the other that it is alive.
-        connect_timeout_s: How long the connection and its handshake may take.
-    """
+    """How to connect: see `ConnectOptions`. A server may send `window_bytes` unacknowledged bytes
+    on streams."""
 
     identity: str = IDENTITY_DEFAULT
     window_bytes: int = WINDOW_BYTES_DEFAULT

@@ -47,11 +47,8 @@ class MemoryStore:
 
 
 class FileStore:
-    """Keeps the state in a file, which is replaced atomically.
-
-    Args:
-        path: The file. Its folder must exist; two consumers must not share it.
-    """
+    """Keeps the state in a file, which is replaced atomically. Its folder must exist; two consumers
+    must not share it."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)

@@ -58,20 +58,11 @@ class SocketOptions(DriverOptions):
 
 
 class BlockingConnection:
-    """A connection on which the handshake is done.
+    """A connection on which the handshake is done; the errors are those of `open_connection`.
 
     No task runs in the background: `receive` writes what is queued, reads what has arrived and
-    keeps the connection alive. While nobody calls it, nobody reads.
-
-    Attributes:
-        handshake: The server's first answers.
-        failure: Why the connection is over; None while it is not.
-
-    Raises:
-        BrokenError: It could not connect, or the connection broke during the handshake.
-        CredentialsError: The password is not to be had.
-        ServerError: The server refused the user or the bucket.
-        RemoteProtocolError: The peer does not speak the protocol, or does not know the user.
+    keeps the connection alive. While nobody calls it, nobody reads. Once it is over, `failure` says
+    why.
     """
 
     def __init__(self, address: Address, options: SocketOptions) -> None:

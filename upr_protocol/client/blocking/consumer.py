@@ -53,13 +53,8 @@ class BlockingConsumer:
     Leave the context, or call `close`, to end the thread. After an error other than `OSError` the
     consumer cannot go on, unless it was never connected: make a new one.
 
-    The arguments are those of `consume`, but that `resume` is a state or a file's path, and `undo`
-    blocks.
-
-    Raises:
-        AddressError: The URL is malformed, or names no bucket.
-        ResumeStateError: What was loaded is not a resume state, or the state of another bucket.
-        OSError: The resume file cannot be read.
+    The arguments and errors are those of `consume`, but that `resume` is a state or a file's path,
+    that `undo` blocks, and that it does not connect yet.
     """
 
     def __init__(
@@ -259,13 +254,7 @@ class BlockingConsumer:
         return bool(self._streams.deliveries) or time.monotonic() < deadline
 
     def barrier(self, cookie: bytes) -> None:
-        """Sends a barrier; `BarrierReached` with its cookie will be among the events. Connects, if
-        it was not connected yet.
-
-        Raises:
-            LocalProtocolError: 64 barriers are open, or this one is.
-            BrokenError: It could not connect.
-        """
+        """Sends a barrier, as `Consumer.send_barrier`. Connects, if it was not connected yet."""
         self._connect().run(self._streams.send_barrier, cookie)
 
     # The resume state.

@@ -244,12 +244,8 @@ class BlockingDispatcher:
         return error.status in WRONG_NODE and self._wait_for_map(deadline)
 
     def acquire_lease(self, request: LeaseRequest) -> HeldLease:
-        """Acquires a lease, with the same ID at each node that has some of its ranges.
-
-        Raises:
-            ServerError: A node refused. `RANGE_GONE`: there is such a lease already, and partitions
-                of it have another active node since.
-        """
+        """Acquires a lease, with the same ID at each node that has some of its ranges. The errors
+        are those of `RequestDispatcher.acquire_lease`."""
         deadline = time.monotonic() + self._timeout_s
         missing_partitions = request.partitions
         leases: list[HeldLease] = []
@@ -268,19 +264,9 @@ class BlockingDispatcher:
                     raise
 
     def ask_all_holders(self, call: Call[HeldLease], timeout_s: float) -> HeldLease:
-        """Asks every node that the map names for a partition about a lease, and merges what they
-        hold of it. A node that cannot be asked does not keep the others from being asked.
-
-        Args:
-            call: The request.
-            timeout_s: How long each node may take to answer, and to be reached.
-
-        Raises:
-            ServerError: No node has the lease. `RANGE_GONE`: or a partition of it has another
-                active node since.
-            BrokenError: Some node could not be asked in time, or the connection to it was lost.
-            TimeoutError: Some node did not answer.
-        """
+        """As `RequestDispatcher.ask_all_holders`, with `TimeoutError` if some node did not answer.
+        A node that cannot be asked does not keep the others from being asked. Each node may take
+        `timeout_s` to answer, and to be reached."""
         deadline = time.monotonic() + timeout_s
         count = calls.check_partition_count(self.connect().handshake.partition_count)
         leases: dict[Address, HeldLease] = {}

@@ -24,11 +24,7 @@ from upr_protocol.ids import PartitionId
 
 class _PublisherInThread:
     """The half that lives in the thread. It does not refer to the other half, so that a client that
-    nobody uses any more ends its thread.
-
-    Attributes:
-        answered_batches: The batches that are answered, for the caller to take from the left.
-    """
+    nobody uses any more ends its thread. The caller takes `answered_batches` from the left."""
 
     def __init__(
         self,

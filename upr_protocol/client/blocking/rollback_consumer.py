@@ -77,13 +77,7 @@ class BlockingRollbackConsumer:
         self._undelivered_event: Event | Undone | None = None
 
     def __enter__(self) -> Self:
-        """Connects.
-
-        Raises:
-            DamagedFileError: The file of received keys is damaged, or of another bucket.
-            OSError: The received keys or the resume file cannot be read or written.
-            UprError: See `consume`.
-        """
+        """Connects. The errors are those of `consume_with_rollback`."""
         if self._thread is not None:
             raise ClosedError("the consumer was opened before: make a new one")
         self._thread = TrioThread()
@@ -125,20 +119,8 @@ class BlockingRollbackConsumer:
         return event
 
     def next_event(self, timeout_s: float = math.inf) -> Event | Undone | None:
-        """The next event; acknowledges the one before.
-
-        Args:
-            timeout_s: How long to wait. Ctrl-C meanwhile loses no event.
-
-        Returns:
-            None if there was none in time, or if every stream has ended for good.
-
-        Raises:
-            ServerError: The server refused, and went on refusing.
-            BrokenError: The server could not be reached for too long.
-            OSError: The received keys cannot be written.
-            ClosedError: The consumer was closed.
-        """
+        """The next event, as `BlockingConsumer.next_event`. Raises `OSError` if the received keys
+        cannot be written."""
         thread, consumer = self._require_open()
         if self._undelivered_event is None:
             thread.run(self._receive, consumer, timeout_s)
@@ -146,11 +128,7 @@ class BlockingRollbackConsumer:
         return event
 
     def barrier(self, cookie: bytes) -> None:
-        """Sends a barrier; `BarrierReached` with its cookie will be among the events.
-
-        Raises:
-            LocalProtocolError: 64 barriers are open, or this one is.
-        """
+        """Sends a barrier, as `Consumer.send_barrier`."""
         thread, consumer = self._require_open()
         thread.run(_call, partial(consumer.send_barrier, cookie))
 

@@ -32,12 +32,8 @@ _STOP_TIMEOUT_S: Final = 5.0
 
 
 class _Call(Generic[T]):
-    """One call from another thread, and what came of it.
-
-    Attributes:
-        has_outcome: Whether `result` gives or raises what came of it. It does not if the call was
-            cancelled, or if the thread ended before.
-    """
+    """One call from another thread. `has_outcome` says whether `result` gives or raises what came
+    of it. It does not if the call was cancelled, or if the thread ended before."""
 
     __slots__ = ("_ended", "_error", "_function", "_is_started", "_result", "_scope", "has_outcome")
 

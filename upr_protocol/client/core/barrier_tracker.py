@@ -14,11 +14,7 @@ from upr_protocol.limits import COOKIE_BYTES_MAX, OPEN_BARRIERS_MAX
 
 @attrs.define
 class _Barrier:
-    """How far a barrier has come.
-
-    Attributes:
-        ends: By partition the last complete snapshot end then.
-    """
+    """How far a barrier has come. `ends` has by partition the last complete snapshot end then."""
 
     passed_partitions: set[PartitionId] = attrs.field(factory=set)
     ends: dict[PartitionId, SeqNo] = attrs.field(factory=dict)

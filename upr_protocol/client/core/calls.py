@@ -110,11 +110,7 @@ def check_reply(reply: Message | UprError) -> Message:
 
 
 class BucketInfo(msgspec.Struct, frozen=True):
-    """One bucket.
-
-    Attributes:
-        quota_bytes: The memory it may take.
-    """
+    """One bucket, and the memory that it may take."""
 
     name: str
     partition_count: int

@@ -78,11 +78,7 @@ def count_for_one_bundle(changes: Iterable[Change]) -> int:
 
 
 class ChangeBundle:
-    """Changes that are sent together.
-
-    Args:
-        changes: The changes, all of one level, in the order of their partitions.
-    """
+    """Changes that are sent together: all of one level, in the order of their partitions."""
 
     __slots__ = ("_bounds", "_partitions", "changes")
 

@@ -34,11 +34,8 @@ class SnapshotStart(msgspec.Struct, frozen=True):
 
 
 class ChunkReceived(msgspec.Struct, frozen=True):
-    """Some of the snapshot's mutations, by ascending sequence number.
-
-    Attributes:
-        chunk: The mutations. They are all there are in (chunk.start, chunk.end].
-    """
+    """Some of the snapshot's mutations, by ascending sequence number: all there are in
+    (chunk.start, chunk.end]."""
 
     partition: PartitionId
     chunk: Chunk
@@ -75,11 +72,8 @@ class CycleCompleted(msgspec.Struct, frozen=True):
 
 
 class BarrierReached(msgspec.Struct, frozen=True):
-    """A barrier came back: every change acknowledged before the barrier was sent has come.
-
-    Attributes:
-        ends: By streamed partition the end of its last complete snapshot.
-    """
+    """A barrier came back: every change acknowledged before the barrier was sent has come. `ends`
+    has by streamed partition the end of its last complete snapshot."""
 
     cookie: bytes
     ends: dict[PartitionId, SeqNo]
@@ -139,11 +133,8 @@ class StreamAccepted(msgspec.Struct, frozen=True):
 
 
 class StreamEnded(msgspec.Struct, frozen=True):
-    """One partition's stream has ended for good.
-
-    Attributes:
-        reason: `END_REACHED`, `STREAM_CLOSED` or `BUCKET_DELETED`.
-    """
+    """One partition's stream has ended for good: `END_REACHED`, `STREAM_CLOSED` or
+    `BUCKET_DELETED`."""
 
     partition: PartitionId
     reason: Status

@@ -157,14 +157,8 @@ class KeyRequest:
         return Get(keys, self._history_id, partition=self.partition, opaque=opaque)
 
     def receive(self, reply: GetReply) -> bool:
-        """Takes in an answer.
-
-        Returns:
-            Whether all keys are answered.
-
-        Raises:
-            RemoteProtocolError: The answer does not fit the request.
-        """
+        """Takes in an answer; whether all keys are answered. Raises `RemoteProtocolError` if it
+        does not fit the request."""
         answer_count = reply.next_index
         if not 1 <= answer_count <= len(self._remaining_keys) or reply.chunk.count != answer_count:
             raise RemoteProtocolError(

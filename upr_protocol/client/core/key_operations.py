@@ -12,35 +12,22 @@ R_co = TypeVar("R_co", covariant=True)
 
 
 class DurabilityOptions(TypedDict, total=False):
-    """How durable a change must be before the server answers it.
-
-    Attributes:
-        durability: The level; by default the client's.
-        copies: How many replicas beside the active, for the replicated levels; by default the
-            client's.
-    """
+    """How durable a change must be before the server answers it, and for the replicated levels on
+    how many replicas beside the active; by default as the client says."""
 
     durability: Durability
     copies: int
 
 
 class CasOptions(DurabilityOptions, total=False):
-    """Options of a change to an existing item.
-
-    Attributes:
-        cas: The version that the item must have; 0 for any.
-    """
+    """The version that the item must have: `cas`; 0 for any."""
 
     cas: int
 
 
 class ItemOptions(DurabilityOptions, total=False):
-    """Options of a change that stores an item.
-
-    Attributes:
-        flags: The application's own 32 bits.
-        expiry: When the item expires, in seconds since 1970; 0 for never.
-    """
+    """The application's own 32 bits, and when the item expires, in seconds since 1970; 0 for
+    never."""
 
     flags: int
     expiry: int

@@ -39,10 +39,8 @@ class ClientLogIn:
         return self._scram is not None and self._scram.mechanism == SCRAM_PLUS
 
     def begin(self, mechanisms: tuple[str, ...]) -> StartLogIn | None:
-        """The first message; None if neither side asks for a log-in.
-
-        Args:
-            mechanisms: The ways to log in that the server offers; none if it wants no log-in.
+        """The first message; None if neither side asks for a log-in. A server that wants none
+        offers no mechanisms.
 
         Raises:
             ServerError: There is nothing to log in with, or the server offers no way that fits.

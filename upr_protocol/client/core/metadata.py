@@ -96,16 +96,9 @@ class ClusterMetadata:
         return True
 
     def learn(self, node: Address, partition_map: PartitionMap | None, asked_revision: int) -> bool:
-        """Takes in what a node answers that was asked for its map.
-
-        Args:
-            node: The node.
-            partition_map: Its map of the bucket; None if it has no map, or no such bucket.
-            asked_revision: `newest_revision` when it was asked.
-
-        Returns:
-            Whether another map counts now.
-        """
+        """A node answers when it is asked for its map of the bucket: None if it has no map, or no
+        such bucket. `newest_revision` was `asked_revision` when it was asked. Gives whether another
+        map counts now."""
         is_newer = partition_map is not None and self.update(partition_map)
         has_newest_map = not self.is_stale and partition_map == self.map
         if has_newest_map or self.is_single_node:

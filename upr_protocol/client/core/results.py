@@ -127,7 +127,8 @@ def split_reply(
     reply: MutateReply, partitions: Sequence[PartitionId], bounds: Sequence[int]
 ) -> list[tuple[Status, PartitionBatchResult]]:
     """The result of each run of a bundle: its status, and with `OK` or `NOT_DURABLE_YET` what
-    became of it. O(runs + failures + counters).
+    became of it. Raises `RemoteProtocolError` if the answer does not fit the bundle. O(runs +
+    failures + counters).
 
     Args:
         reply: The server's answer.

@@ -86,11 +86,8 @@ def _without_marker(log: FailoverLog) -> FailoverLog:
 
 @attrs.define
 class ResumeState:
-    """How far a consumer has come in each partition of one bucket.
-
-    Attributes:
-        positions: By partition; a missing one has received nothing.
-    """
+    """How far a consumer has come in each partition of one bucket. A partition without a position
+    has received nothing."""
 
     bucket: str
     positions: dict[PartitionId, Position] = attrs.field(factory=dict)

@@ -106,14 +106,9 @@ class Backoff:
 
 
 class RetryState:
-    """Counts failures with no progress between them, and decides when to give up.
-
-    Args:
-        timeout_s: How long to go on failing.
-
-    Attributes:
-        last_failure: Why the last connection, or attempt to make one, ended; empty at first.
-    """
+    """Counts failures with no progress between them, and decides when to give up: after `timeout_s`
+    of failing. `last_failure` says why the last connection, or attempt to make one, ended; empty at
+    first."""
 
     __slots__ = ("_backoff", "_failing_since", "_may_log_in_again", "_timeout_s", "last_failure")
 

@@ -79,14 +79,9 @@ class PartitionRouter:
         is_waiting_for: Callable[[PartitionId], bool],
         now: float,
     ) -> Mapping[PartitionId, Address | None]:
-        """Chooses the node of each partition. O(partitions).
-
-        Args:
-            partitions: The partitions that need a node.
-            down: The nodes that cannot be reached.
-            is_waiting_for: Whether something waits until a partition has a node.
-            now: The time in seconds.
-        """
+        """Chooses the node of each partition that needs one, none of those that are `down`.
+        `is_waiting_for` says whether something waits until a partition has a node.
+        O(partitions)."""
         placements: dict[PartitionId, Address | None] = {}
         for partition in partitions:
             address = None

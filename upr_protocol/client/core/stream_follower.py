@@ -57,11 +57,8 @@ has received, and on disk."""
 
 @attrs.frozen
 class RefusedStream:
-    """A stream that one node does not give, or not any more, and that another node may give.
-
-    Attributes:
-        map_revision: The revision of the node's partition map; 0 if it did not tell.
-    """
+    """A stream that one node does not give, or not any more, and that another node may give; and
+    the revision of the node's partition map, 0 if it did not tell."""
 
     partition: PartitionId
     error: ServerError

@@ -632,14 +632,8 @@ class NodeBatches:
     # Receiving.
 
     def receive(self, message: Message, now: float) -> list[Batch]:
-        """Takes in an answer.
-
-        Returns:
-            The batches that have their final answer now.
-
-        Raises:
-            RemoteProtocolError: The answer does not fit the bundle.
-        """
+        """Takes in an answer; gives the batches that have their final answer now. Raises
+        `RemoteProtocolError` if it does not fit the bundle."""
         bundle = self._bundles.get(message.opaque)
         if bundle is None:
             return []

@@ -159,14 +159,9 @@ def uint64_blob(value: int) -> bytes:
 
 
 class LocalCopyReader:
-    """Reads a local copy as it was committed last, also while another process follows.
-
-    Attributes:
-        state: The resume state when the copy was opened.
-
-    Raises:
-        LocalCopyError: The directory does not hold a local copy.
-    """
+    """Reads a local copy as it was committed last, also while another process follows. Its `state`
+    is the resume state when the copy was opened. Raises `LocalCopyError` if the directory does not
+    hold a local copy."""
 
     def __init__(self, directory: str | os.PathLike[str]) -> None:
         path = Path(directory) / FILE_NAME

@@ -77,11 +77,7 @@ async def fail_over(
 
 
 class _Failover:
-    """One failover.
-
-    Attributes:
-        fenced_nodes: The nodes that were fenced, and that said what they have.
-    """
+    """One failover."""
 
     def __init__(
         self,

@@ -75,13 +75,9 @@ def active_assignment(
 ) -> Assignment:
     """`node` is active, and every other holder follows it, the last active too.
 
-    Args:
-        assignment: The assignment before.
-        node: The node that becomes active.
-        continues_from: Where it continues the history; None for a new history.
-        failover_revision: The revision of the map that names it after a failover; 0 to leave that
-            as it was.
-        promotion_point: The point up to which it has everything; None to leave that as it was.
+    It goes on from the point `continues_from`, or begins a new history; and has everything up to
+    the promotion point. A failover gives the revision of the map that names it. The last two stay
+    as they were unless they are given.
     """
     return Assignment(
         active=node,
@@ -116,11 +112,7 @@ def fences_needed(assignment: Assignment, acknowledged: int) -> int:
 
 @attrs.frozen
 class PartitionCopy:
-    """What a node has of a partition.
-
-    Attributes:
-        high_seq: The end of the last complete snapshot there.
-    """
+    """What a node has of a partition, up to the end of its last complete snapshot."""
 
     node: str
     log: FailoverLog

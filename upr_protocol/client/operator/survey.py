@@ -224,10 +224,8 @@ class Operator:
         raise BrokenError("; ".join(failures))
 
     async def survey(self, more_addresses: Mapping[str, str] | None = None) -> Survey:
-        """Asks a node at `address`, and every node that any map names.
-
-        Args:
-            more_addresses: More nodes to ask, `HOST:PORT` by name.
+        """Asks a node at `address`, every node that any map names, and `more_addresses`,
+        `HOST:PORT` by name.
 
         Raises:
             BrokenError: No node at `address` answers.

@@ -72,18 +72,12 @@ async def take_over(
     all_of: str = "",
     timeouts: TakeoverTimeouts | None = None,
 ) -> PartitionMap:
-    """Makes a replica active in place of a running node.
+    """Makes the replica `to` active in place of a running node, for some partitions or for all of
+    one node (`all_of`).
 
     Cancelled, it may leave partitions handed over, without an active node. The same command again
     continues from there. If that is cancelled too, it may leave them fenced; `fail_over` continues
     from there, and loses nothing.
-
-    Args:
-        operator: How to reach the nodes; by way of any of them.
-        to: The replica.
-        partitions: Which partitions.
-        all_of: Or all for which this node is active.
-        timeouts: How long the waits may take.
 
     Returns:
         The new map.

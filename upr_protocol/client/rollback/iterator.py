@@ -33,11 +33,8 @@ from upr_protocol.ids import HistoryId, PartitionId, SeqNo
 
 
 class RollbackIterator(ABC):
-    """Processes a consumer's events and plans rollbacks; a subclass keeps what they bring.
-
-    Args:
-        consumer: The consumer, with the planner as its undo callback.
-    """
+    """Processes the events of a consumer that has the planner as its undo callback, and plans
+    rollbacks; a subclass keeps what they bring."""
 
     def __init__(self, consumer: Consumer, planner: RollbackPlanner) -> None:
         self._consumer = consumer

@@ -42,12 +42,8 @@ _ANY_HISTORY: Final = HistoryId(0)
 
 @attrs.frozen
 class RollbackPlan:
-    """What to undo.
-
-    Attributes:
-        versions: By key the version that was read again, of history 0 if the server had left the
-            stream's history; None when the partition starts at 0.
-    """
+    """What to undo; and by key the version that was read again, of history 0 if the server had left
+    the stream's history. `versions` is None when the partition starts at 0."""
 
     event: Undone
     versions: dict[bytes, ReceivedVersion] | None

@@ -34,12 +34,8 @@ class ReceivedKeysLimits:
 
 
 class ReceivedVersion(msgspec.Struct, frozen=True):
-    """The version of a key that the application was given.
-
-    Attributes:
-        history_id: The branch of history that assigned the number; 0 if that is not known, so that
-            the key is foreign to every history.
-    """
+    """The version of a key that the application was given, and the branch of history that assigned
+    its number; 0 if that is not known, so that the key is foreign to every history."""
 
     seq: SeqNo
     history_id: HistoryId

@@ -42,13 +42,8 @@ from upr_protocol.wire import LeaseAction
 
 @attrs.frozen
 class ClientStatistics:
-    """Figures of a client.
-
-    Attributes:
-        requests: How many requests were sent.
-        open_requests: How many of them have no answer yet.
-        credit_left: How many bytes of changes the servers would take.
-    """
+    """Requests that were sent, and those without an answer yet; and how many bytes of changes the
+    servers would take."""
 
     requests: int
     open_requests: int

@@ -41,11 +41,8 @@ asked on a connection of its own: this one may be dead."""
 
 class NodeHandler(ConnectionHandler):
     """Uses one node, over one connection after another: for a publisher's batches, a client's
-    requests or a consumer's streams.
-
-    Attributes:
-        retry: Told of progress; says when to give the node up.
-    """
+    requests or a consumer's streams. `retry` is told of progress, and says when to give the node
+    up."""
 
     retry: RetryState
 
@@ -318,11 +315,8 @@ class ConnectionPool(Generic[H]):
         return [node.handler for node in self._nodes]
 
     def request_map(self, map_revision: int = 0) -> None:
-        """Has the nodes asked for the map, because it may be stale.
-
-        Args:
-            map_revision: The revision that some node has; 0 if it did not say.
-        """
+        """Has the nodes asked for the map, because it may be stale; some node has `map_revision`,
+        if that is not 0."""
         self.metadata.note_revision(map_revision)
         self._refresher.is_requested = True
         self._map_needed.notify()

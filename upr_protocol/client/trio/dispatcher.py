@@ -34,11 +34,8 @@ REQUEST_RETRY_TIMEOUT_S: Final = 30.0
 
 
 class NodeChannel(RequestChannel, NodeHandler):
-    """Requests to one node, over one connection after another.
-
-    Attributes:
-        retry: Endless: each request has a timeout of its own.
-    """
+    """Requests to one node, over one connection after another. Its retries are endless: each
+    request has a timeout of its own."""
 
     def __init__(self, dispatcher: RequestDispatcher, credit_timeout_s: float) -> None:
         super().__init__(dispatcher.address, credit_timeout_s)

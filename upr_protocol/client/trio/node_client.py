@@ -210,14 +210,8 @@ class NodeConnection:
         return await self._channel.ask(status_call(bucket))
 
     async def users(self, revision: int = 0, digest: bytes = b"") -> Users | None:
-        """The users of the cluster, as the node has them. Cancelling it drops the answer.
-
-        Args:
-            revision: The revision of the users that this side has; 0 for none.
-            digest: Their digest.
-
-        Returns:
-            The node's users; None if they are those that this side has, or older.
+        """The users of the cluster, as the node has them; None if they are those that this side
+        has, of this revision and digest, or older. Cancelling it drops the answer.
 
         Raises:
             BrokenError: The connection was lost.

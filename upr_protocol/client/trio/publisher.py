@@ -38,11 +38,8 @@ FAILURES_MAX: Final = 10_000
 
 
 class PublishError(UprError):
-    """Some operations failed, and the application did not clear them.
-
-    Attributes:
-        failures: The first `FAILURES_MAX` of them.
-    """
+    """Some operations failed, and the application did not clear them: the first `FAILURES_MAX` of
+    them are in `failures`."""
 
     def __init__(self, failures: list[Failure], failure_count: int) -> None:
         super().__init__(f"{failure_count} operations failed; the first: {failures[0]}")
@@ -234,16 +231,9 @@ class Publisher:
         batches: Iterable[tuple[PartitionId, Chunk]],
         on_answer: Callable[[Batch], None] | None = None,
     ) -> None:
-        """Adds published chunks without waiting for room: the caller bounds them, with
-        `wait_for_room`.
-
-        Args:
-            batches: Partitions and chunks, as for `publish`.
-            on_answer: Called with each batch once it is answered.
-
-        Raises:
-            ServerError: `BAD_ARGUMENT` or `TOO_LARGE`: this batch and later ones were not added.
-        """
+        """Adds published chunks, as `publish` does, without waiting for room: the caller bounds
+        them, with `wait_for_room`. After a `ServerError` neither this batch nor later ones were
+        added."""
         for partition, chunk in batches:
             self._add_batch(partition, chunk, on_answer)
         self._nodes.send()

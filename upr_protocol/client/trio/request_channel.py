@@ -27,11 +27,7 @@ _PARTITION: Final = attrgetter("change.partition")
 
 
 class PendingReply(Generic[T]):
-    """What an answer means that is still to arrive.
-
-    Attributes:
-        is_resolved: Whether it has arrived, or never will.
-    """
+    """What an answer means that is still to arrive, until `is_resolved`: it has, or never will."""
 
     __slots__ = ("_event", "_outcome", "is_resolved")
 
@@ -61,11 +57,8 @@ class PendingReply(Generic[T]):
 
 
 class PendingChange(PendingReply[WriteResult]):
-    """A change that waits to be sent, or for its answer.
-
-    Attributes:
-        lacks_credit: Whether its turn to be sent has come while there was no credit.
-    """
+    """A change that waits to be sent, or for its answer. It `lacks_credit` if its turn to be sent
+    has come while there was none."""
 
     __slots__ = ("change", "is_sent", "lacks_credit")
 

@@ -184,11 +184,8 @@ class NodeStreams(NodeHandler):
 
 
 class ConsumerStreams:
-    """The streams of all nodes, with one queue.
-
-    Attributes:
-        queue: The deliveries that the application has not taken.
-    """
+    """The streams of all nodes, with one queue of the deliveries that the application has not
+    taken."""
 
     def __init__(self, address: Address, options: TrioOptions, state: SubscriptionState) -> None:
         self.queue = DeliveryQueue()
