@@ -21,9 +21,6 @@ class CheckedChunk:
     """A published chunk, with what one look at whole columns tells. It keeps the rules, but for
     keys and values of a wrong length: each such row fails alone.
 
-    Args:
-        chunk: The chunk.
-
     Attributes:
         encoded: The chunk's bytes.
         misfits: The rows that fail for the length of their key or value, each with the reason.
@@ -51,6 +48,7 @@ class CheckedChunk:
             flags = chunk.published_flags()
         except ChunkError:
             misfits = chunk.published_misfits()
+            # Its rows are not looked at for these: what is not known may be so.
             flags = MAY_EXPIRE | HAS_PREFIX
         self._chunk: Chunk | None = chunk
         self._keys: list[bytes] | None = None
@@ -107,14 +105,6 @@ class MutationBatch:
         token: The batch's name; None for one that nobody will send again.
         attempt: Which run of the publisher's task sends it; 0 where it has none.
         chain: What the publisher gives to vouch for the batch and all before it; 0 for nothing.
-
-    Attributes:
-        columns: The chunk.
-        low: The batch's first row.
-        high: One more than its last.
-        token: The batch's name.
-        attempt: Which run of the publisher's task sends it.
-        chain: What vouches for the batch.
     """
 
     __slots__ = ("attempt", "chain", "columns", "high", "low", "token")
@@ -183,6 +173,7 @@ class MutationBatch:
             return chunk
         offsets = cast("Sequence[int]", chunk.value_offsets)
         if offsets[high] - offsets[low] > bytes_max:
+            # The last row that ends within the bytes; the first one in any case.
             high = bisect_right(offsets, offsets[low] + bytes_max, low + 2, high + 1) - 1
         return chunk.rows(low, high, SeqNo(0), SeqNo(0))
 
@@ -209,8 +200,6 @@ class BundleBatches:
 
     Attributes:
         columns: The bundle's chunk.
-        writer: See above.
-        attempt: See above.
 
     Raises:
         ChunkError: The chunk breaks a rule of published chunks.

@@ -475,6 +475,8 @@ class _EvaluationSteps:
             if is_counter:
                 result.counter_rows.append(row)
             elif len(row.value) > LARGE_VALUE_BYTES:
+                # A large value is in no array. What came before it makes one if it is enough, and
+                # else joins it among the single documents: their order stays.
                 if len(documents) >= ARRAY_ROWS_MIN:
                     arrays += self._arrays_of(singles, documents, nbytes)
                     singles = [row]

@@ -172,6 +172,7 @@ class BlockingConnection:
         poll.register(self.socket, events)
         ready = dict(poll.poll(max(0.0, until - now) * 1000)).get(self.socket.fileno(), 0)
         polled_at = self._clock()
+        # An error and the peer's end count as readable: reading tells which it is.
         if ready & ~select.POLLOUT:
             self._silent_s = 0.0
             self._read()

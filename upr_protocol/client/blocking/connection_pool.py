@@ -137,6 +137,7 @@ class BlockingConnectionPool:
                     self._ask_map(address, connection)
                 finally:
                     connection.close()
+            # The newest that anybody told of: what the others have is no newer.
             if metadata.map is not map_before and not metadata.is_stale:
                 break
         if metadata.map is not map_before:

@@ -274,6 +274,7 @@ class BlockingDispatcher:
         failure: UprError | TimeoutError | None = None
         unreachable: UprError = BrokenError("no node could be asked")
         asked_addresses: set[Address] = set()
+        # By the time that some have answered, a newer map may name others.
         while unasked_addresses := self._partitions_of_nodes(count).keys() - asked_addresses:
             for address in sorted(unasked_addresses, key=str):
                 try:

@@ -131,6 +131,7 @@ class ChangeBundle:
                 outcomes += [ServerError(status, map_revision=reply.map_revision) for _ in run]
                 continue
             is_durable = status is Status.OK
+            # It was applied, but the server did not tell under which numbers.
             if not (is_durable or result.last_seq or result.failures):
                 outcomes += [NotDurableError() for _ in run]
                 continue

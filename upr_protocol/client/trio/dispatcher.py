@@ -363,6 +363,7 @@ class RequestDispatcher:
         refusals: list[ServerError] = []
         broken_error: BrokenError | None = None
         asked_channels: set[NodeChannel | None] = set()
+        # By the time that some nodes have answered, a newer map may name others.
         while partitions_left := [
             p for p in self._assigned_partitions() if self._channel_of.get(p) not in asked_channels
         ]:

@@ -286,6 +286,7 @@ class DocumentList:
         self.move_flags_to_arrays(skip_flags.base + excess_flag_count)
         rows.added = rows.superseded = 0
         rows.mean_bytes = _weighted_mean(sizes)
+        # If the budget ended it, the next call goes on at once.
         rows.tidy_at = min(SLACK_BYTES + live_bytes, TIDY_BYTES_MAX) if is_complete else 0
 
     def _live_sizes(self) -> list[tuple[int, int]]:
@@ -308,7 +309,7 @@ class DocumentList:
 
     def _rewrite_divisor(self, excess_bytes: int) -> int:
         """The divisor by which to choose arrays: those with less than 1/divisor live are to be
-        rewritten, to free `too_much` bytes."""
+        rewritten, to free `excess_bytes`."""
         for divisor in LIVE_DIVISORS:
             if excess_bytes <= 0:
                 break
@@ -344,6 +345,7 @@ class DocumentList:
                 self._join(run, arrays)
                 arrays.append(array)
                 continue
+            # One array has flags of its own or shares them: the two kinds are not joined.
             has_own_flags = array.skip is not None
             run_bytes = run_bytes + array.live_bytes if run else array.live_bytes
             if run and (run_bytes > ARRAY_BYTES_MAX or has_own_flags != (run[0].skip is not None)):

@@ -226,6 +226,7 @@ class OpenSnapshot:
             self._supersede(table.put_all(counter_rows))
             self._counters.extend(counter_rows)
             rows.has_counters = True
+            # The last number may be a counter's: the flags of the documents reach up to it, too.
             high = SeqNo(max(rows.high, counter_rows[-1].seq))
             if high > rows.high and documents.skip_flags:
                 documents.count_added_bytes(ROW_BYTES * documents.skip_flags.extend_through(high))
