@@ -33,7 +33,6 @@ class IndexPage(msgspec.Struct, frozen=True):
     """The result of a scan, all of one moment.
 
     Attributes:
-        entries: The entries, in order.
         continuation: Pass it to `scan` to continue after the entries; empty at the end.
         timestamps: By partition its history and sequence number then, if asked for.
         moment: Names the moment, if it is held: pass it to `scan` for pages of the same moment.

@@ -25,12 +25,8 @@ class ResumeStore(Protocol):
 
 
 class MemoryStore:
-    """Keeps the state as long as the process lives.
-
-    Attributes:
-        state: The state saved last, or the one to begin with.
-        saves: How often it was saved.
-    """
+    """Keeps the state as long as the process lives: the one saved last, or the one to begin
+    with."""
 
     def __init__(self, state: ResumeState | None = None) -> None:
         self.state = state

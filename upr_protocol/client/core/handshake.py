@@ -28,7 +28,6 @@ class Handshake:
         partitions: The partitions whose histories the client needs; empty for all.
 
     Attributes:
-        is_done: Whether requests may be sent.
         hello_reply: The server's answer to `Hello`; None before it.
         logs: The logs in the answer to `Open` that have arrived, by partition.
         opened_reply: The end of that answer; None before it.

@@ -21,9 +21,7 @@ class WriteResult(msgspec.Struct, frozen=True):
     """One operation that succeeded.
 
     Attributes:
-        partition: The key's partition.
         history_id: The history that the sequence number belongs to.
-        seq: The sequence number of the change there.
         cas: The item's version since then.
         count: The counter's new value, when the operation was an increment or a decrement.
     """
@@ -39,7 +37,6 @@ class Failure(msgspec.Struct, frozen=True):
     """One operation that failed, alone.
 
     Attributes:
-        partition: The key's partition.
         status: Why the server did not carry it out.
         sentence: Why it refused the whole batch, in its words; empty where it said the status only.
     """
@@ -99,7 +96,6 @@ class PartitionBatchResult(msgspec.Struct, frozen=True):
         history_id: The history that the sequence numbers belong to.
         first_seq: The first sequence number given; 0 when every operation failed.
         last_seq: The last sequence number given; 0 when every operation failed.
-        first_cas: The first CAS value given.
         failures: (index in the batch, status) of each operation that failed, by index.
         counters: (index in the batch, new value) of each increment and decrement that succeeded.
     """

@@ -74,7 +74,6 @@ class _ConnectionStreams:
         has_sent_go: Whether `Go` was sent: data may come.
         has_new_logs: Whether an answer has changed a position that is yet to be saved.
         requested_partitions: Streams that the node has yet to answer for.
-        streaming_partitions: Streams that the node gives.
         partitions_to_reopen: Streams to request once an earlier stream of the partition has ended.
         barriers: By cookie of a barrier that was sent the streams that it passes.
         reports: By partition what a replica has of it, to be sent.

@@ -78,7 +78,6 @@ class SubscriptionState:
         accepted_partitions: The partitions whose stream a node has accepted at least once.
         pending_rollbacks: The rollbacks that the application is undoing. Meanwhile their streams
             are not requested, on any connection: their positions are about to move.
-        connection_count: How many connections there were, of all followers.
         partition_count: How many partitions the bucket has; 0 until a node has told.
     """
 

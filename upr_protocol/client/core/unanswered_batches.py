@@ -90,7 +90,6 @@ class Batch(msgspec.Struct, eq=False, gc=False):
         chunk: The operations.
         on_answer: Called with the batch once it is answered or refused for good; None after that.
         chain: Vouches for it and all batches before it; 0 when the writer keeps no chain.
-        result: What became of it, once a server has applied it.
         refusal: Why no server applied the batch; None when one did. `NOT_DURABLE_YET`: it was
             applied, but had not reached the requested durability in time.
         sentence: What the server said when it last refused the batch with others as a whole.
@@ -98,7 +97,6 @@ class Batch(msgspec.Struct, eq=False, gc=False):
         refused_at: When a server first refused it for a reason that may pass.
         bundle: The bundle that it was last sent in; None while it is not in flight. The answer to
             any other bundle does not concern it any more.
-        was_sent: Whether it was sent before.
     """
 
     partition: PartitionId
@@ -194,11 +192,9 @@ class PartitionBatches:
             a server refused for a reason that may pass. The refused ones go back to
             `waiting_batches` once nothing is in flight: resent before that, they could come after a
             later batch.
-        in_flight: How many of them are in flight.
         refusal: Why a batch of a task was refused for good; None if none was. Nothing more is sent
             then: a server would apply what comes behind it, after a lost connection.
         resend_at: When refused ones may be sent again.
-        backoff: Spreads the times of resending.
     """
 
     __slots__ = (

@@ -22,7 +22,6 @@ class MapChange:
 
     Attributes:
         assignments: The partitions that the command is about, as they were at first.
-        publisher: Gives nodes the maps.
         text: The partitions, for people.
     """
 

@@ -33,7 +33,6 @@ class NodeReport:
     """What one node says.
 
     Attributes:
-        name: Its name in partition maps.
         address: Where it was asked.
         partitions: Its partitions; empty when it does not have the bucket.
         failure: Why it could not be asked; empty when it could.
@@ -67,7 +66,6 @@ class Survey:
     """What all nodes of a bucket say.
 
     Attributes:
-        first_node: The name of the node that was asked first.
         map: The newest map. A bucket that one node holds alone has none; then it is a map of this
             node, with revision 0.
         nodes: Every node's report by its name, also of nodes that do not answer.

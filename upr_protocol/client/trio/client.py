@@ -161,11 +161,8 @@ class Client(KeyOperations[Coroutine[Any, Any, WriteResult]]):
         return await self._dispatcher.ask(calls.list_users())
 
     async def change_users(self, change: UserChange) -> int:
-        """Changes a user. This node has the change on disk when it returns; the others take it from
-        this one.
-
-        Returns:
-            The revision of the users after it.
+        """Changes a user, and gives the revision of the users after it. This node has the change on
+        disk when it returns; the others take it from this one.
 
         Raises:
             ServerError: `NOT_ALLOWED`, or `BAD_ARGUMENT` if the change is not possible.
@@ -285,11 +282,9 @@ class Client(KeyOperations[Coroutine[Any, Any, WriteResult]]):
         raise failure
 
     async def renew_lease(self, lease_id: int, *, time_to_live_s: int) -> HeldLease:
-        """Lets a lease last for so long from now, even if it has lapsed.
-
-        Returns:
-            The lease, with the ranges that nodes still hold. Those are missing that a node has
-            lost, or that a node held which was failed over.
+        """Lets a lease last for so long from now, even if it has lapsed. Gives it with the ranges
+        that nodes still hold: those are missing that a node has lost, or that a node held which was
+        failed over.
 
         Raises:
             ServerError: `RANGE_GONE`: it does not exist, its ranges are no longer whole, or one of

@@ -116,9 +116,7 @@ class TrioConnection:
 
     Attributes:
         session: The session. After `session.send`, call `flush`.
-        handshake: The server's first answers.
         failure: Why the connection is over; None while it is not.
-        ended: Set when it is over.
         ready: Set when the handshake is done, or the connection is over before.
         certificate_name: The name in the server's certificate; empty if it showed none.
     """

@@ -90,11 +90,9 @@ class _Node(ConnectionHandler, Generic[H]):
     """A node that is needed. Its messages go to the handler, but for its map.
 
     Attributes:
-        pool: The connections to all nodes.
         address: Where it is. The user's address may name several hosts; one after the other is
             tried for the first node.
         connection: The connection to it; None while it is not connected.
-        map_request: The question for its map on this connection.
         is_down: Whether the last connection, or attempt to make one, failed.
         scope: Cancel it to close the connection for good.
     """
@@ -143,8 +141,6 @@ class ConnectionPool(Generic[H]):
         opened_partitions: The partitions whose histories the owner needs; empty for all.
 
     Attributes:
-        metadata: The client's view of the cluster.
-        router: Chooses the node of each partition.
         located: Set when all partitions have been located for the first time: the map is the
             newest, and each node that it names was reached or could not be.
     """

@@ -73,14 +73,7 @@ class ConsumerStatistics:
     """The figures of a consumer.
 
     Attributes:
-        connections: Connections made.
-        is_connected: Whether there is a connection now.
         events: Events handed out.
-        chunks: Chunks among them.
-        mutations: Mutations in the chunks.
-        nbytes: Bytes of the chunks.
-        rollbacks: Rollbacks of partitions.
-        saves: Saves of the resume state.
         waiting_events: Events that the application has not asked for yet.
         last_failure: Why the last connection, or attempt to connect, ended; empty at first.
         unplaced_partitions: Partitions that no node has served for `UNPLACED_S` seconds or more.

@@ -51,13 +51,8 @@ class PublisherStatistics:
     """Figures of a publisher.
 
     Attributes:
-        batches: How many batches were answered.
         mutations: How many operations were answered, failed ones among them.
-        failed_mutations: How many operations failed.
         resent_batches: How many times a batch was sent again.
-        unanswered_batches: How many batches have no answer yet.
-        unanswered_bytes: Their memory.
-        connections: How many connections were made.
         last_failure: Why the last connection, or attempt to make one, ended; empty at first.
     """
 
@@ -130,17 +125,10 @@ class Publisher:
         flags: int = 0,
         expiry: int = 0,
     ) -> None:
-        """Adds one operation. It is sent with others, soon.
+        """Adds one operation. It is sent with others, soon. The value of an increment or decrement
+        is a `CounterDelta`; the other arguments are those of `KeyOperations`.
 
         This is a checkpoint only when a batch becomes full; then it waits for room.
-
-        Args:
-            operation: The operation; the value of an increment or decrement is a `CounterDelta`.
-            key: 1 to 250 bytes; text stands for its UTF-8.
-            value: At most 20 MiB.
-            cas: The version that the item must have; 0 for any.
-            flags: The application's own 32 bits.
-            expiry: When the item expires, in seconds since 1970; 0 for never.
 
         Raises:
             ServerError: `BAD_KEY` or `TOO_LARGE`: it was not added.

@@ -75,8 +75,6 @@ class PublisherNodes:
 
     Attributes:
         on_done: Called with batches that are answered, or refused for good; set by the publisher.
-        is_finished: Whether it sends nothing more.
-        error: Why.
         partition_count: The bucket's; 0 before the first connection.
         send_later: Notified when a node has batches to send at some later time.
     """
