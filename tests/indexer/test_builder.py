@@ -119,7 +119,7 @@ class BusyStream(OtherStream):
 
 
 class WithAWord:
-    """A consumer, and a word to be said just before one of its events: whoever has it in hand then
+    """A consumer, and a word to be said just before one of its events: whoever has it then
     has not come to wait for anything."""
 
     def __init__(self, consumer: Consumer, say: Callable[[Event], None]) -> None:
@@ -150,7 +150,7 @@ async def test_an_event_from_before_a_new_beginning_is_not_applied(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The history changes, and the partition is to be read again from 0, just as one more of its
-    snapshots is in hand. Were that taken, it would be all that is read again."""
+    snapshots is its current event. Were that taken, it would be all that is read again."""
     stream = OtherStream()
     words: list[Callable[[], None]] = []
 

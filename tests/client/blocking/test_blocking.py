@@ -518,7 +518,7 @@ def test_a_blocking_consumer_killed_during_a_rollback_rolls_back_again(
         assert [event for event in stream if isinstance(event, SnapshotEnd)]
     fake.server.partitions[1].fail_over(99, 3)
     with consumer(fake, resume=path, end="now") as stream:
-        assert any(isinstance(event, RolledBack) for event in stream)  # it is in hand
+        assert any(isinstance(event, RolledBack) for event in stream)  # it is the current event
     fake.server.partitions[1] = not_parted
     with consumer(fake, resume=path, end="now") as stream:
         rollbacks = [event for event in stream if isinstance(event, RolledBack)]

@@ -328,7 +328,7 @@ async def test_only_processed_events_are_saved(
                 break
     assert positions == [(0, 0), (0, 3), (0, 6), (0, 9), (9, 9)]
     assert store.state is not None
-    # The snapshot's end was left in hand.
+    # The snapshot's end was the current event, and not processed.
     assert store.state.position(PartitionId(0)).last_complete == 0
     assert store.state.position(PartitionId(0)).highest_received == 9
 

@@ -261,17 +261,17 @@ class BlockingConsumer:
 
     @property
     def resume_state(self) -> ResumeState:
-        """A copy of the resume state as it is once the event in hand is processed; see
+        """A copy of the resume state as it is once the current event is processed; see
         `Consumer.resume_state`."""
         return self._tracker.state_after_current()
 
     @property
     def processed_state(self) -> ResumeState:
-        """A copy of the resume state without the event in hand. O(partitions)."""
+        """A copy of the resume state without the current event. O(partitions)."""
         return self._tracker.state.copy()
 
     def save(self) -> None:
-        """Acknowledges the event in hand and saves now, if there is a file.
+        """Acknowledges the current event and saves now, if there is a file.
 
         Raises:
             OSError: The resume file cannot be written.

@@ -141,13 +141,13 @@ class BlockingRollbackConsumer:
 
     @property
     def resume_state(self) -> ResumeState:
-        """A copy of the resume state as it is once the event in hand is processed; see
+        """A copy of the resume state as it is once the current event is processed; see
         `Consumer.resume_state`."""
         thread, consumer = self._require_open()
         return thread.run(_call, lambda: consumer.resume_state)
 
     def save(self) -> None:
-        """Acknowledges the event in hand and saves now; see `RollbackConsumer.save`.
+        """Acknowledges the current event and saves now; see `RollbackConsumer.save`.
 
         Raises:
             OSError: The resume file or the received keys cannot be written.

@@ -138,14 +138,14 @@ class DeliveryCounts:
 
 
 class DeliveryTracker:
-    """Tracks the deliveries to the application, which has at most one in hand.
+    """Tracks the deliveries to the application, which has at most one at a time, the current one.
 
     Args:
         state: What the application has processed so far.
         acknowledge: Called with each processed delivery.
 
     Attributes:
-        state: What the application has processed, without the delivery in hand.
+        state: What the application has processed, without the current delivery.
         schedule: When to save the state.
     """
 
@@ -175,7 +175,7 @@ class DeliveryTracker:
             self.counts.nbytes += event.chunk.nbytes
 
     def finish_current(self) -> None:
-        """The application has processed what it has in hand."""
+        """The application has processed its current delivery."""
         if self._current_delivery is not None:
             delivery, self._current_delivery = self._current_delivery, None
             self.finish_delivery(delivery)
@@ -190,7 +190,7 @@ class DeliveryTracker:
         self._acknowledge(delivery)
 
     def discard_current(self) -> None:
-        """The application has stopped: it may not have processed what it has in hand."""
+        """The application has stopped: it may not have processed its current delivery."""
         self._current_delivery = None
 
     def begin_rollback(self, event: RollbackRequest | RolledBack) -> None:
@@ -203,7 +203,7 @@ class DeliveryTracker:
         self.finish_delivery(Delivery(None, (partition, position), priority=SavePriority.URGENT))
 
     def position_after_current(self, partition: PartitionId) -> Position:
-        """The partition's position once the delivery in hand is processed."""
+        """The partition's position once the current delivery is processed."""
         if self._current_delivery is not None and self._current_delivery.position is not None:
             moved_partition, position = self._current_delivery.position
             if moved_partition == partition:
@@ -211,7 +211,7 @@ class DeliveryTracker:
         return self.state.position(partition)
 
     def state_after_current(self) -> ResumeState:
-        """A copy of the state as it is once the delivery in hand is processed. O(partitions)."""
+        """A copy of the state as it is once the current delivery is processed. O(partitions)."""
         state = self.state.copy()
         if self._current_delivery is not None and self._current_delivery.position is not None:
             partition, position = self._current_delivery.position

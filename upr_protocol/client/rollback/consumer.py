@@ -119,7 +119,7 @@ class RollbackConsumer(RollbackIterator):
 
     @property
     def resume_state(self) -> ResumeState:
-        """A copy of the resume state as it is once the event in hand is processed. See
+        """A copy of the resume state as it is once the current event is processed. See
         `Consumer.resume_state`."""
         return (
             self._consumer.resume_state
@@ -134,7 +134,7 @@ class RollbackConsumer(RollbackIterator):
         return self._consumer.processed_state.position(partition)
 
     async def save(self) -> None:
-        """Acknowledges the event in hand and saves now; see `Consumer.save`. Does nothing after
+        """Acknowledges the current event and saves now; see `Consumer.save`. Does nothing after
         `__anext__` was cancelled with an event that the application has yet to see."""
         await self._acknowledge()
         if self._current_event is None:

@@ -256,7 +256,7 @@ class Consumer:
 
     @property
     def resume_state(self) -> ResumeState:
-        """A copy of the resume state as it is once the event in hand is processed.
+        """A copy of the resume state as it is once the current event is processed.
 
         For applications that keep the state themselves: save it together with the effects of the
         events up to and including this one, best in one transaction. O(partitions).
@@ -269,11 +269,11 @@ class Consumer:
 
     @property
     def processed_state(self) -> ResumeState:
-        """A copy of the resume state without the event in hand. O(partitions)."""
+        """A copy of the resume state without the current event. O(partitions)."""
         return self._tracker.state.copy()
 
     async def save(self) -> None:
-        """Acknowledges the event in hand and saves now. Cancelled, the state is saved or not, but
+        """Acknowledges the current event and saves now. Cancelled, the state is saved or not, but
         never in part.
 
         Raises:
