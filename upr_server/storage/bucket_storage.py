@@ -408,18 +408,18 @@ class BucketStorage:
         # What stays unindexed is shared out among the partitions in proportion to their lags. The
         # first comes at least so far, and no other one further.
         lag_sum = sum(usage.lag for usage in self._partitions)
-        throughs: dict[int, SeqNo] = {}
+        stop_seqs: dict[int, SeqNo] = {}
         for index in self._furthest_first(partition):
             usage = self._partitions[index]
             rounding_up = 0 if index == partition else lag_sum - 1
-            throughs[index] = SeqNo(
+            stop_seqs[index] = SeqNo(
                 usage.high - (keep_unindexed * usage.lag + rounding_up) // lag_sum
             )
         try:
-            marks = self.index.follow_logs(throughs, INDEX_MUTATIONS)
+            marks = self.index.follow_logs(stop_seqs, INDEX_MUTATIONS)
         except CorruptionError:
             # Of which partition is told by indexing this one alone.
-            return (), self._follow_alone(partition, throughs[partition])
+            return (), self._follow_alone(partition, stop_seqs[partition])
         for index, mark in marks.items():
             self._partitions[index].watermark = mark
         return [index for index in marks if index != partition], ""

@@ -571,10 +571,10 @@ class ChunkLog:
                 # when the reader stands inside it.
                 if not chunk.start <= after < chunk.end or (chunks and chunk.start != after):
                     break
-                unread = chunk.slice(SeqNo(after), SeqNo(through))
-                if in_pieces and not chunks and unread.nbytes > bytes_max:
-                    return [copy_chunk(_front(unread, bytes_max))]
-                chunks.append(copy_chunk(unread))
+                unread_chunk = chunk.slice(SeqNo(after), SeqNo(through))
+                if in_pieces and not chunks and unread_chunk.nbytes > bytes_max:
+                    return [copy_chunk(_front(unread_chunk, bytes_max))]
+                chunks.append(copy_chunk(unread_chunk))
                 after = chunk.end
                 bytes_max -= chunk.nbytes
                 mutations_max -= chunk.count

@@ -62,8 +62,8 @@ def prepare(path: Path) -> None:
     """
     try:
         path.mkdir(parents=True, exist_ok=True)
-        form = path / "format"
-        if form.exists():
+        format_path = path / "format"
+        if format_path.exists():
             _check_format(path)
         elif not _is_new(path):
             raise DataDirectoryError(
@@ -72,7 +72,7 @@ def prepare(path: Path) -> None:
         else:
             (path / "buckets").mkdir(exist_ok=True)
             # This comes last: a directory with this file is complete.
-            replace_file(form, FORMAT_TEXT.encode())
+            replace_file(format_path, FORMAT_TEXT.encode())
         if not os.access(path / "buckets", os.W_OK):
             raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
     except OSError as error:

@@ -122,13 +122,13 @@ class KeyIndex:
         return marks[partition] if partition in marks else self.watermark(partition)
 
     def follow_logs(
-        self, throughs: Mapping[int, SeqNo], mutations_max: int
+        self, stop_seqs: Mapping[int, SeqNo], mutations_max: int
     ) -> dict[int, Watermark]:
         """Indexes about so many mutations of the logs of partitions, in one commit. The arguments
         are those of `follow_log`.
 
         Args:
-            throughs: Where to stop, by partition, in the order in which they are indexed.
+            stop_seqs: Where to stop, by partition, in the order in which they are indexed.
             mutations_max: How many, in all.
 
         Returns:
@@ -139,7 +139,7 @@ class KeyIndex:
             CorruptionError: The log or the index of a partition is damaged. Nothing was indexed.
         """
         parts: list[_LogPart] = []
-        for partition, through in throughs.items():
+        for partition, through in stop_seqs.items():
             if mutations_max <= 0:
                 break
             part = self._read_log(partition, mutations_max, through)

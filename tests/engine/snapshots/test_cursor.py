@@ -377,7 +377,7 @@ def test_some_cursors_are_never_dropped() -> None:
     partition = new_partition()
     manager, disk = partition.manager, partition.manager.persistence
     put(partition, b"a")
-    indexer = manager.register("index", SeqNo(0), droppable=False).cursor
+    indexer = manager.register("index", SeqNo(0), is_droppable=False).cursor
     list(items(disk))
     disk.commit(SeqNo(1))
     assert not manager.may_drop(indexer)

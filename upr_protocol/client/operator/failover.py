@@ -256,11 +256,13 @@ class _Failover:
 
     def _candidates(self, partition: PartitionId, *, lose_acknowledged: bool) -> list[str]:
         """The nodes that have everything that was acknowledged, by name."""
-        least = None if lose_acknowledged else self._change.assignments[partition].promotion_point
+        required_point = (
+            None if lose_acknowledged else self._change.assignments[partition].promotion_point
+        )
         # The most complete of those that answer may still be one that is being refilled, and lacks
         # what it once acknowledged.
         copies = most_complete(self._copies[partition])
-        return sorted(copy.node for copy in copies if copy.contains(least))
+        return sorted(copy.node for copy in copies if copy.contains(required_point))
 
     def _problem(self, partition: PartitionId, candidates: list[str], to: str) -> str:
         if candidates:

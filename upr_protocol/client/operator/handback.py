@@ -111,14 +111,15 @@ class Handback:
             candidates = [copy for copy in copies if copy.continues_past(final_point)]
             if not candidates:
                 continue
-            best = most_complete(candidates)
-            if not best:
+            most_complete_copies = most_complete(candidates)
+            if not most_complete_copies:
                 raise PartlyDoneError(
                     f"{', '.join(copy.node for copy in candidates)} have different changes of "
                     f"partition {partition}: choose one of them with `upr failover`"
                 )
             copies_of_partitions[partition] = next(
-                (copy for copy in best if copy.node == self._target), best[0]
+                (copy for copy in most_complete_copies if copy.node == self._target),
+                most_complete_copies[0],
             )
         return copies_of_partitions
 

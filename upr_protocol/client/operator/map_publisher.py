@@ -71,8 +71,8 @@ class MapPublisher:
             if has_applied:
                 return
             if trio.current_time() + _RETRY_S >= deadline:
-                trouble = "does not answer" if has_applied is None else "has not applied the map"
-                raise UnreachableError(f"node {node} {trouble}: {failure}") from failure
+                problem = "does not answer" if has_applied is None else "has not applied the map"
+                raise UnreachableError(f"node {node} {problem}: {failure}") from failure
             await trio.sleep(_RETRY_S)
 
     async def _has_applied(self, node: str, partition_map: PartitionMap) -> bool | None:

@@ -47,10 +47,11 @@ def _followers(assignment: Assignment, active: str) -> dict[str, str]:
     """Every holder but `active`, with its source. Those that followed the last active, or `active`
     by name, follow whichever node is active."""
     last_active = last_active_of(assignment)
-    direct = ("", last_active, active)
+    direct_sources = ("", last_active, active)
+    replicas = assignment.replicas
     return {
-        name: "" if assignment.replicas.get(name, "") in direct else assignment.replicas[name]
-        for name in (*assignment.replicas, *filter(None, [last_active]))
+        name: "" if replicas.get(name, "") in direct_sources else replicas[name]
+        for name in (*replicas, *filter(None, [last_active]))
         if name != active
     }
 
@@ -158,8 +159,8 @@ class PartitionCopy:
     def continues_past(self, point: HistoryPoint) -> bool:
         """Whether the copy has everything up to `point` and more, in the same history or in one
         that began there or later."""
-        shares = any(entry.history_id == point.history_id for entry in self.branch)
-        return shares and self.high_seq > point.seq and self.contains(point)
+        shares_history = any(entry.history_id == point.history_id for entry in self.branch)
+        return shares_history and self.high_seq > point.seq and self.contains(point)
 
 
 def most_complete(copies: Sequence[PartitionCopy]) -> list[PartitionCopy]:

@@ -105,8 +105,8 @@ async def add_replicas(
     operator.on_progress(
         f"{node}: revision {new_map.revision}, a replica of {partitions_text(assignments)}"
     )
-    bystanders = [name for name in new_map.nodes if name not in (node, *actives)]
-    await publisher.announce(bystanders, new_map)
+    other_nodes = [name for name in new_map.nodes if name not in (node, *actives)]
+    await publisher.announce(other_nodes, new_map)
     return list(assignments)
 
 

@@ -141,9 +141,9 @@ class _Takeover:
                 await self._approach()
             if scope.cancelled_caught:
                 lag = self._lag()
-                lacks = "an unknown number of" if lag is None else f"{lag:,}"
+                lag_text = "an unknown number of" if lag is None else f"{lag:,}"
                 raise NotDoneError(
-                    f"{self._target} does not come close to {self._source}: it lacks {lacks} "
+                    f"{self._target} does not come close to {self._source}: it lacks {lag_text} "
                     "changes; see `upr partitions`, or give it more time"
                 )
         handover_map = await self._hand_over()

@@ -60,9 +60,9 @@ class ChecksummedFile:
         """
         data = _encode(record)
         try:
-            unwritten = memoryview(data)
-            while unwritten:
-                unwritten = unwritten[os.write(self._file, unwritten) :]
+            unwritten_data = memoryview(data)
+            while unwritten_data:
+                unwritten_data = unwritten_data[os.write(self._file, unwritten_data) :]
             os.fsync(self._file)
         except OSError:
             os.ftruncate(self._file, self.nbytes)

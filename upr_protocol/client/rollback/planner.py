@@ -102,23 +102,23 @@ class RollbackPlanner:
             server had left the stream's history, the next accepted stream brings a plan as well.
         """
         partition = event.partition
-        foreign = await self._received_keys.foreign_keys(partition, event.log, seq)
+        foreign_keys = await self._received_keys.foreign_keys(partition, event.log, seq)
         items: dict[bytes, Item | None] = {}
         versions: dict[bytes, ReceivedVersion] = {}
         log: FailoverLog | None = event.log
-        if foreign.keys:
-            newest, high_seq, log = await self._read_again(partition, foreign.keys, event.log)
-            items = dict(zip(foreign.keys, newest, strict=True))
+        if foreign_keys.keys:
+            newest, high_seq, log = await self._read_again(partition, foreign_keys.keys, event.log)
+            items = dict(zip(foreign_keys.keys, newest, strict=True))
             versions = {key: _version(item, high_seq, log) for key, item in items.items()}
         consistent_from = SEQ_MAX
         if log is not None:
             consistent_from = max(
-                foreign.highest_seq, *(version.seq for version in versions.values()), seq
+                foreign_keys.highest_seq, *(version.seq for version in versions.values()), seq
             )
         self._consistent_from[partition] = consistent_from
         rollback = self._rollbacks.pop(partition, None)
         if rollback is None:
-            if not foreign.keys:
+            if not foreign_keys.keys:
                 return None
             rollback = RolledBack(partition, seq, seq, FOREIGN)
         if log is None:

@@ -247,20 +247,20 @@ class TrioConnection:
         long."""
         session = self.session
         await self.ready.wait()
-        silent = False
+        was_silent = False
         while self.failure is None:
             now = trio.current_time()
             if self._is_paused:
                 # Nobody reads: the silence is ours, not the server's.
                 session.keep_alive.note_received(now)
             if session.tick(now):
-                silent = False
-            elif silent:
+                was_silent = False
+            elif was_silent:
                 self.fail(BrokenError("idle timeout: the server was silent for too long"))
                 return
             else:
                 # Perhaps this process was suspended: first read what has arrived meanwhile.
-                silent = True
+                was_silent = True
             self._wake.notify()
             assert self.handshake.hello_reply is not None
             pause_s = self.handshake.hello_reply.idle_interval_s / 4

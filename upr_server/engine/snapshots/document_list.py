@@ -231,14 +231,14 @@ class DocumentList:
                 self._memory.arrays -= array.nbytes
                 del arrays[array_index]
 
-    def move_flags_to_arrays(self, below: int = SEQ_MAX) -> None:
+    def move_flags_to_arrays(self, below_seq: int = SEQ_MAX) -> None:
         """Gives arrays that begin below a number flags of their own, and lets go of the shared
         ones."""
         arrays, skip_flags = self._arrays, self.skip_flags
         if not skip_flags:
             return
         index = bisect_left(arrays, skip_flags.base, key=_FIRST)
-        while index < len(arrays) and arrays[index].first_seq < below:
+        while index < len(arrays) and arrays[index].first_seq < below_seq:
             array = arrays[index]
             array.copy_flags(skip_flags)
             if array.live_count:

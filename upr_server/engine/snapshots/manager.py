@@ -129,7 +129,7 @@ class MutationManager:
         *,
         end_at_least: SeqNo = SeqNo(0),
         on_ready: Callable[[], None] | None = None,
-        droppable: bool = True,
+        is_droppable: bool = True,
     ) -> Registration:
         """Registers a cursor that reads everything above `start`. O(log snapshots).
 
@@ -141,7 +141,7 @@ class MutationManager:
                 interrupted in a snapshot that ends there. Several may be handed on as one for it,
                 and keys may then repeat.
             on_ready: Called once there is something to read, each time after `next` gave None.
-            droppable: Whether the cursor may be dropped when memory runs short.
+            is_droppable: Whether the cursor may be dropped when memory runs short.
 
         Returns:
             The cursor; and if `start` is no longer in memory, what to read from disk before it: the
@@ -169,7 +169,7 @@ class MutationManager:
             start,
             end_at_least=end_at_least,
             on_ready=on_ready,
-            is_droppable=droppable,
+            is_droppable=is_droppable,
         )
         snapshots.add_cursor(cursor, entry, is_inside=not cursor.at_front)
         return Registration(cursor, backfill)

@@ -32,10 +32,10 @@ class Problem(msgspec.Struct, frozen=True, tag=True):
     advice: str
 
     def __str__(self) -> str:
-        where = f"bucket {self.bucket}"
+        place = f"bucket {self.bucket}"
         if self.partition is not None:
-            where += f", partition {self.partition}"
-        return f"{where}: {self.description}; {self.advice}"
+            place += f", partition {self.partition}"
+        return f"{place}: {self.description}; {self.advice}"
 
 
 class Progress(msgspec.Struct, frozen=True, tag=True):

@@ -50,11 +50,11 @@ class DamagedPartition(msgspec.Struct, frozen=True):
                 "delete`, and run `upr replicas remove` and `upr replicas add` for this node: it "
                 "then copies the bucket from them"
             )
-        where = f"bucket {self.bucket}, partition {self.partition}"
+        place = f"bucket {self.bucket}, partition {self.partition}"
         if self.is_emptied:
-            return f"{where}: emptied; the node copies it from the active node when it runs"
+            return f"{place}: emptied; the node copies it from the active node when it runs"
         return (
-            f"{where}: not emptied, because this node is not its replica: {self.damage}; let a "
+            f"{place}: not emptied, because this node is not its replica: {self.damage}; let a "
             f"replica take it over with `upr {self.command}`, stop this node, and repeat the "
             "command"
         )

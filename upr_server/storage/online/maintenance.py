@@ -160,13 +160,13 @@ class Maintenance:
 
     def _is_idle(self) -> bool:
         """Whether there is nothing to do until something changes."""
-        behind = sum(
+        unindexed_count = sum(
             partition.high_seq - partition.eviction.indexed_seq
             for partition in self._bucket.partitions
             if partition.id not in self._stuck_reasons
         )
         return (
-            behind <= self.undo_mutations
+            unindexed_count <= self.undo_mutations
             and not self._disk_full_reason
             and not self._is_urgently_needed()
         )
