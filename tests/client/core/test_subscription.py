@@ -12,7 +12,6 @@ from upr_protocol.client.core.subscription import (
     End,
     Subscription,
     SubscriptionState,
-    checked_partitions,
 )
 from upr_protocol.client.options import DriverOptions
 from upr_protocol.errors import ServerError, Status
@@ -40,10 +39,9 @@ def handshake(
 
 
 def new_state(
-    partitions: tuple[int, ...] = (), *, from_now: bool = False, end: End = None
+    partitions: tuple[int, ...] | None = None, *, from_now: bool = False, end: End = None
 ) -> SubscriptionState:
-    chosen = tuple(map(PartitionId, partitions))
-    return SubscriptionState(Subscription(chosen, from_now=from_now, end=end), ResumeState("b"))
+    return SubscriptionState(Subscription(partitions, from_now=from_now, end=end), ResumeState("b"))
 
 
 def test_the_first_node_tells_which_partitions_remain() -> None:
@@ -129,5 +127,5 @@ def test_a_rollback_ends_at_or_below_its_ceiling() -> None:
 
 
 def test_the_partitions_asked_for_are_sorted_and_named_once() -> None:
-    assert checked_partitions([3, 1, 3]) == (1, 3)
-    assert checked_partitions(None) == ()
+    assert Subscription([3, 1, 3]).partitions == (1, 3)
+    assert Subscription().partitions == ()

@@ -24,7 +24,6 @@ from upr_protocol.client.core.stream_follower import StreamFollower
 from upr_protocol.client.core.subscription import (
     Subscription,
     SubscriptionState,
-    checked_partitions,
 )
 from upr_protocol.client.options import IDENTITY_DEFAULT
 from upr_protocol.errors import ServerError, Status, UprError
@@ -66,7 +65,7 @@ class BoundedStreams:
             UprError: As for `BlockingConsumer`, after it has gone on trying for `retry_timeout_s`.
         """
         subscription = Subscription(
-            checked_partitions(self.partitions),
+            self.partitions,
             end=self.end,
             lease_id=self.lease_id,
             key_prefix=self.key_prefix,

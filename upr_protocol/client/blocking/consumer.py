@@ -24,7 +24,6 @@ from upr_protocol.client.core.subscription import (
     End,
     Subscription,
     SubscriptionState,
-    checked_partitions,
 )
 from upr_protocol.client.options import IDENTITY_DEFAULT
 from upr_protocol.client.resume_stores import FileStore
@@ -87,7 +86,7 @@ class BlockingConsumer:
         processed_state = ResumeState(address.bucket) if saved_state is None else saved_state.copy()
         processed_state.check_bucket(address.bucket)
         subscription = Subscription(
-            checked_partitions(partitions),
+            partitions,
             start == "now",
             state,
             end,

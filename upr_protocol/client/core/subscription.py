@@ -29,7 +29,7 @@ End = int | Mapping[int, int] | Literal["now"] | None
 the first connection is made, or never."""
 
 
-def checked_partitions(partitions: Sequence[int] | None) -> tuple[PartitionId, ...]:
+def _checked_partitions(partitions: Sequence[int] | None) -> tuple[PartitionId, ...]:
     """The partitions of a consumer's argument, sorted and without duplicates; empty for all.
 
     Raises:
@@ -51,13 +51,14 @@ class Subscription:
     """What a consumer asks for; see also the arguments of `consume`.
 
     Attributes:
-        partitions: The partitions to stream; empty for all of the bucket's.
+        partitions: The partitions to stream, sorted; empty for all of the bucket's, which is None
+            as an argument.
         from_now: Whether partitions without a position start at what the server has, instead of at
             the beginning.
         with_answers: Whether the server's answers to publishers come, too.
     """
 
-    partitions: tuple[PartitionId, ...] = ()
+    partitions: tuple[PartitionId, ...] = attrs.field(default=None, converter=_checked_partitions)
     from_now: bool = False
     state: PartitionState = PartitionState.ACTIVE
     end: End = None

@@ -21,7 +21,7 @@ from upr_protocol.client.core.events import (
     Undone,
 )
 from upr_protocol.client.core.key_lookup import Item
-from upr_protocol.client.core.subscription import End, Subscription, checked_partitions
+from upr_protocol.client.core.subscription import End, Subscription
 from upr_protocol.client.rollback.planner import RollbackPlan, RollbackPlanner
 from upr_protocol.client.rollback.received_keys import ReceivedKeysSource
 from upr_protocol.client.trio.client import connect
@@ -131,9 +131,7 @@ async def consume_with_planner(
 ) -> AsyncIterator[tuple[Consumer, RollbackPlanner]]:
     """A consumer whose undo callback is a planner over `received_keys`; see `consume`."""
     planner = RollbackPlanner(received_keys, partial(_read_newest, address, options))
-    subscription = Subscription(
-        checked_partitions(partitions), start == "now", end=end, with_logs=True, has_undo=True
-    )
+    subscription = Subscription(partitions, start == "now", end=end, with_logs=True, has_undo=True)
     async with open_consumer(
         Consumer,
         address,

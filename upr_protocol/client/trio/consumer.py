@@ -24,7 +24,6 @@ from upr_protocol.client.core.subscription import (
     End,
     Subscription,
     SubscriptionState,
-    checked_partitions,
 )
 from upr_protocol.client.resume_stores import FileStore, ResumeStore
 from upr_protocol.client.trio.barrier_waiters import BarrierWaiters
@@ -453,7 +452,7 @@ async def consume(
         OSError: The resume file cannot be read or written.
     """
     subscription = Subscription(
-        checked_partitions(partitions),
+        partitions,
         start == "now",
         state,
         end,

@@ -8,7 +8,7 @@ from typing import Unpack
 
 from upr_protocol.address import Address
 from upr_protocol.client.core.delivery_tracker import SaveLimits
-from upr_protocol.client.core.subscription import Subscription, checked_partitions
+from upr_protocol.client.core.subscription import Subscription
 from upr_protocol.client.trio.connection import ConnectOptions, TrioOptions
 from upr_protocol.client.trio.consumer import Consumer, Resume, UndoCallback, open_consumer
 from upr_protocol.ids import HistoryId, PartitionId, PartitionState, SeqNo
@@ -48,7 +48,7 @@ async def consume_as_replica(
 ) -> AsyncIterator[ReplicaConsumer]:
     """A consumer of one node, also of the answers that it gave to publishers; see `consume`."""
     subscription = Subscription(
-        checked_partitions(partitions),
+        partitions,
         state=state,
         with_answers=True,
         with_logs=True,
