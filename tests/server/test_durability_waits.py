@@ -66,7 +66,7 @@ class Client:
 
 @attrs.define
 class Disk:
-    progressed: Notifier = attrs.field(factory=Notifier)
+    progress: Notifier = attrs.field(factory=Notifier)
 
 
 class Waiting:
@@ -101,7 +101,7 @@ class Waiting:
 
     def report(self, place: int, replica: str, seq: int) -> None:
         self.bucket.partitions[place].replicas.report(replica, SeqNo(seq), SeqNo(0))
-        self.disk.progressed.notify()
+        self.disk.progress.notify()
 
     def begin_history(self, place: int) -> None:
         """As in a failover: nobody tells the waits of it."""
@@ -262,6 +262,6 @@ async def test_waits_of_many_connections_have_their_turns(autojump_clock: MockCl
         await wait_all_tasks_blocked()
         trio.lowlevel.add_instrument(Turn())
         partition.replicas.report("a", SeqNo(1), SeqNo(0))
-        disk.progressed.notify()
+        disk.progress.notify()
     assert len(answered_in) == 20
     assert len(set(answered_in)) == 20

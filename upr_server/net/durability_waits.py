@@ -138,10 +138,10 @@ class ProgressSource(Protocol):
     """The bucket's disk, as this module sees it.
 
     Attributes:
-        progressed: Notified when the disk or a replica has come further.
+        progress: Notified when the disk or a replica has come further.
     """
 
-    progressed: Notifier
+    progress: Notifier
 
 
 class DurabilityWaits:
@@ -219,7 +219,7 @@ class DurabilityWaits:
     async def _answer_all(self) -> None:
         """Answers the waits that are over; then lets some time pass, if any are left."""
         # Taken first: others have their turn between the look and the wait.
-        progressed = self._disk.progressed.next_event()
+        progressed = self._disk.progress.next_event()
         await self._turns.next_turn()
         for _ in self._steps():
             self._client.wake()

@@ -176,7 +176,7 @@ class PublisherNodes:
         """Forgets the nodes and the publisher, so that none of them is in a reference cycle. Call
         it when the connections have ended."""
         self.connections.close()
-        self.unanswered.close()
+        self.unanswered_batches.close()
         del self.on_done
         self.error = without_traceback(self.error or ClosedError("the publisher was closed"))
 
