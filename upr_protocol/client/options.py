@@ -27,6 +27,11 @@ def new_nonce() -> str:
     return secrets.token_urlsafe(NONCE_BYTES)
 
 
+def new_lease_id() -> int:
+    """A random number that is not 0, for a lease of one's own."""
+    return secrets.randbits(64) | 1
+
+
 @attrs.frozen
 class DriverOptions:
     """How to connect: see `ConnectOptions`. A server may send `window_bytes` unacknowledged bytes

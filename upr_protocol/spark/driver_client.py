@@ -16,7 +16,8 @@ from upr_protocol.client import (
     PartitionNumbers,
 )
 from upr_protocol.client.core import calls
-from upr_protocol.client.core.calls import NEW_LEASE_TRIES, new_lease_id
+from upr_protocol.client.core.calls import NEW_LEASE_TRIES
+from upr_protocol.client.options import new_lease_id
 from upr_protocol.errors import BrokenError, ServerError, Status, UprError
 from upr_protocol.hashing import partition_of
 from upr_protocol.ids import Durability, PartitionId

@@ -19,7 +19,7 @@ from pyspark.sql.streaming.datasource import (
 from pyspark.sql.types import StructType
 
 from upr_protocol.client import HeldLease
-from upr_protocol.client.core.calls import new_lease_id
+from upr_protocol.client.options import new_lease_id
 from upr_protocol.errors import ServerError, Status
 from upr_protocol.spark.batch_delay import BatchDelay
 from upr_protocol.spark.consumer_position import ConsumerPosition

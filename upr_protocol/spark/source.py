@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from pyspark.sql.datasource import DataSource
 from pyspark.sql.types import StructType
 
-from upr_protocol.client.core.calls import new_lease_id
+from upr_protocol.client.options import new_lease_id
 from upr_protocol.spark.errors import sentence_first
 
 if TYPE_CHECKING:

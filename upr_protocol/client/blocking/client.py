@@ -41,7 +41,7 @@ from upr_protocol.client.core.retry import RETRY_TIMEOUT_S_DEFAULT, RetryState
 from upr_protocol.client.core.subscription import End
 from upr_protocol.client.core.unanswered_batches import BUFFER_BYTES_DEFAULT, Batch
 from upr_protocol.client.core.writer_identity import WRITER_ID_BYTES, WriterIdentity
-from upr_protocol.client.options import CREDIT_TIMEOUT_S_DEFAULT, IDENTITY_DEFAULT
+from upr_protocol.client.options import CREDIT_TIMEOUT_S_DEFAULT, IDENTITY_DEFAULT, new_lease_id
 from upr_protocol.client.trio.publisher import publisher as trio_publisher
 from upr_protocol.errors import ServerError, Status, UprError
 from upr_protocol.ids import Durability, Operation, PartitionId, SeqNo
@@ -277,7 +277,7 @@ class BlockingClient(KeyOperations[WriteResult]):
     ) -> HeldLease:
         failure: ServerError | None = None
         for _ in range(NEW_LEASE_TRIES):
-            lease_id = calls.new_lease_id()
+            lease_id = new_lease_id()
             request = LeaseRequest(ranges, time_to_live_s, owner, lease_id)
             is_granted = False
             try:

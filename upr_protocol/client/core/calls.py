@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Collection, Container, Iterable, Sequence
 from functools import partial
 from operator import attrgetter
@@ -337,11 +336,6 @@ knows a newer map than the one before."""
 LEASE_CLEANUP_S: Final = 2.0
 """How long nodes may take to end what they granted of a new lease that another node did not grant.
 It ends by itself, too."""
-
-
-def new_lease_id() -> int:
-    """A random number that is not 0, for a lease of one's own."""
-    return int.from_bytes(os.urandom(8), "little") | 1
 
 
 @attrs.frozen

@@ -29,7 +29,7 @@ from upr_protocol.client.core.key_lookup import LOOKUPS_AT_ONCE, Item, KeyLookup
 from upr_protocol.client.core.key_operations import ChangeOptions, KeyOperations
 from upr_protocol.client.core.results import WriteResult
 from upr_protocol.client.core.resume_state import ResumeState
-from upr_protocol.client.options import CREDIT_TIMEOUT_S_DEFAULT
+from upr_protocol.client.options import CREDIT_TIMEOUT_S_DEFAULT, new_lease_id
 from upr_protocol.client.trio.connection import ConnectOptions, TrioOptions
 from upr_protocol.client.trio.dispatcher import REQUEST_RETRY_TIMEOUT_S, RequestDispatcher
 from upr_protocol.concurrency import background_nursery
@@ -261,7 +261,7 @@ class Client(KeyOperations[Coroutine[Any, Any, WriteResult]]):
     ) -> HeldLease:
         failure: ServerError | None = None
         for _ in range(NEW_LEASE_TRIES):
-            lease_id = calls.new_lease_id()
+            lease_id = new_lease_id()
             request = LeaseRequest(ranges, time_to_live_s, owner, lease_id)
             is_granted = False
             try:
