@@ -25,6 +25,7 @@ from upr_protocol.hashing import partition_of
 from upr_protocol.ids import Cas, Durability, HistoryId, Operation, PartitionId, SeqNo
 from upr_protocol.limits import BUNDLE_MUTATIONS_MAX
 from upr_protocol.spark.batches import (
+    CHUNK_BYTES_MAX,
     COUNTERS_MAX,
     ENCODED_ROW_BYTES,
     FALLIBLE_MAX,
@@ -39,6 +40,7 @@ from upr_protocol.spark.write_options import BATCH_BYTES_MIN, WriteOptions
 from upr_server.engine import MutateResult
 from upr_server.engine.mutate_result import pack_result
 from upr_server.engine.publisher_answers import ANSWER_BYTES, ANSWERS_BYTES_MAX
+from upr_server.engine.snapshots.document_list import PUBLISHED_BYTES_MAX
 
 PARTITIONS = 7
 URL = "upr://host:1/b"
@@ -208,6 +210,20 @@ def test_chunks_that_expect_a_cas_are_short() -> None:
 def test_chunks_that_cannot_fail_are_as_long_as_a_bundle_may_be() -> None:
     rows = sizes([Operation.SET, Operation.DELETE] * BUNDLE_MUTATIONS_MAX)
     assert rows == {0: [BUNDLE_MUTATIONS_MAX] * 2}
+
+
+def test_chunks_of_several_rows_are_kept_as_they_came_by_a_server() -> None:
+    lengths = [300_000, 400_000, 100_000, CHUNK_BYTES_MAX, 10, 10]
+    columns = {
+        "op": pa.array([Operation.SET] * len(lengths), pa.uint8()),
+        "key": pa.array([b"%d" % index for index in range(len(lengths))], pa.large_binary()),
+        "value": pa.array([bytes(length) for length in lengths], pa.large_binary()),
+    }
+    rows = [pa.record_batch(columns)]
+    chunks = [chunk for _, chunk in published_chunks(rows, 1)]
+    assert rows == []
+    assert [chunk.keys() for chunk in chunks] == [[b"0", b"1"], [b"2"], [b"3"], [b"4", b"5"]]
+    assert CHUNK_BYTES_MAX < PUBLISHED_BYTES_MAX
 
 
 def worst_answer(*, counted: int = 0, failed: int = 0) -> int:

@@ -6,6 +6,7 @@ that is run again sends the same batches. There is no loop over rows.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable, Iterator
 from typing import Final
 
@@ -29,6 +30,10 @@ connection was lost, ends the write if its answer is not there any more."""
 
 FALLIBLE_MAX: Final = 4000
 """Rows of a chunk without counters that can fail one by one: 2 bytes for each that does."""
+
+CHUNK_BYTES_MAX: Final = 768 * 1024
+"""Bytes of a chunk of several rows. A server keeps a chunk of up to 1 MiB as it came, and copies
+the rows of a longer one."""
 
 COUNTERS: Final = (Operation.INCREMENT, Operation.DECREMENT)
 """Operations whose second effect is not that of the first."""
@@ -81,17 +86,21 @@ class PendingRows:
 
 
 def published_chunks(
-    rows: Iterable[pa.RecordBatch], partitions: int
+    rows: list[pa.RecordBatch], partitions: int
 ) -> Iterator[tuple[PartitionId, Chunk]]:
     """A published chunk for each partition that any of `rows` belongs to, in their order; several
     where the answer to one would be too long.
 
     Args:
-        rows: Rows as `rows.encode` gives them. The rows of a partition stay in their order.
+        rows: Rows as `rows.encode` gives them. The rows of a partition stay in their order. The
+            list is emptied, so that the rows are not in memory twice while the chunks are sent.
         partitions: How many partitions the bucket has.
     """
-    for partition, chunk in partition_chunks(rows, partitions):
-        for bounds in chunk_bounds(chunk):
+    chunks = deque(partition_chunks(rows, partitions))
+    rows.clear()
+    while chunks:
+        partition, chunk = chunks.popleft()
+        for bounds in chunk_bounds(chunk, CHUNK_BYTES_MAX):
             yield partition, rows_of_chunk(chunk, *bounds)
 
 
@@ -104,17 +113,17 @@ def partition_chunks(
     return [(PartitionId(partition), Chunk(encoded)) for partition, encoded in chunks]
 
 
-def chunk_bounds(chunk: Chunk, bytes_max: int = 0) -> Iterator[tuple[int, int]]:
+def chunk_bounds(chunk: Chunk, bytes_max: int) -> Iterator[tuple[int, int]]:
     """Where the chunks that a chunk is sent as begin and end.
 
     Args:
         chunk: The rows of a partition.
-        bytes_max: What a chunk of several rows may have; 0 for any number.
+        bytes_max: What a chunk of several rows may have, about.
     """
     begin, rows_max = 0, _rows_max(chunk)
     while begin < chunk.count:
         end = min(begin + rows_max, chunk.count)
-        if bytes_max:
+        if chunk.nbytes > bytes_max:
             room = bytes_max - ENCODED_ROW_BYTES * (end - begin)
             end = max(begin + 1, min(end, _row_within(chunk, begin, end, room)))
         yield begin, end
@@ -141,7 +150,7 @@ def cannot_fail(chunk: Chunk) -> bool:
     """Whether every row of a chunk has its effect if the chunk as a whole has: none has a
     condition. At memory speed."""
     has_condition = chunk.operations.tobytes().translate(None, _CANNOT_FAIL)
-    return not has_condition and not chunk.cas.tobytes().strip(b"\0")
+    return not has_condition and chunk.cas.tobytes() == bytes(8 * chunk.count)
 
 
 def _row_within(chunk: Chunk, begin: int, end: int, room: int) -> int:

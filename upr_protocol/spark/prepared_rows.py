@@ -29,7 +29,13 @@ from upr_protocol.chunk import Chunk
 from upr_protocol.client import WriterIdentity
 from upr_protocol.client.core.unanswered_batches import IN_FLIGHT_DEFAULT
 from upr_protocol.ids import Operation, PartitionId
-from upr_protocol.spark.batches import COUNTERS, chunk_bounds, partition_chunks, rows_of_chunk
+from upr_protocol.spark.batches import (
+    CHUNK_BYTES_MAX,
+    COUNTERS,
+    chunk_bounds,
+    partition_chunks,
+    rows_of_chunk,
+)
 from upr_protocol.spark.errors import PipelineError
 from upr_protocol.spark.publication import Publication, WriteCounts, writer_id
 from upr_protocol.spark.rows import RejectedRow
@@ -177,7 +183,7 @@ def rounds_of(
     Args:
         table: The rows.
         partitions: The bucket's number of partitions.
-        batch_bytes: The size of a batch, about.
+        batch_bytes: The size of a batch, about, if it is less than `CHUNK_BYTES_MAX`.
 
     Raises:
         PipelineError: There are too many rows.
@@ -191,7 +197,8 @@ def rounds_of(
             "this batch. Make the batches of the stream smaller (maxFilesPerTrigger, "
             "maxOffsetsPerTrigger), or the write",
         ) from error
-    bounds = [list(chunk_bounds(chunk, batch_bytes)) for _, chunk in chunks]
+    chunk_bytes_max = min(batch_bytes, CHUNK_BYTES_MAX)
+    bounds = [list(chunk_bounds(chunk, chunk_bytes_max)) for _, chunk in chunks]
     longest = max(map(len, bounds))
     for first_batch in range(0, longest, ROUND_BATCHES):
         yield (
