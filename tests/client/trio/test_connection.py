@@ -21,10 +21,10 @@ class RecordingHandler(ConnectionHandler):
 
     events: list[Message | UprError] = attrs.Factory(list)
 
-    def received(self, message: Message) -> None:
+    def message_received(self, message: Message) -> None:
         self.events.append(message)
 
-    def lost(self, error: UprError) -> None:
+    def connection_lost(self, error: UprError) -> None:
         self.events.append(error)
 
 
