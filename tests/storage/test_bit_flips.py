@@ -335,8 +335,9 @@ def test_a_stale_page_is_never_streamed_and_always_noticed(tmp_path: Path, where
     older = [flip for flip, kind, _ in outcomes if kind == OLDER]
     assert not [flip for flip in older if flip[0] != "index" or flip[1] < META_BYTES], f"{older}"
     assert not _unnoticed(outcomes)
-    assert len(older) <= len(outcomes) // 500, counts
     assert counts[REFUSED] > len(outcomes) // 40, counts
-    # Of all 2,400 branch bits 13. How many are in the sample depends on where pages lie.
+    # Of all 2,400 bits in branches 3 give an older version, 9 are missing, and 6 end the check. How
+    # many are in the sample depends on where pages lie; of all pages' bits perhaps none.
+    assert len(older) <= len(outcomes) // 400, counts
     assert counts[MISSING] <= len(outcomes) // 100, counts
-    assert counts[DIED] > 0, counts
+    assert counts[DIED] or where == "the tree's pages", counts
