@@ -560,8 +560,8 @@ class Partition:
         return self.repeated_batches.answers.truncate(seq)
 
     def note_index_progress(self, indexed_seq: SeqNo, item_count: int) -> None:
-        """The disk's index knows the newest mutation of every key up to `indexed`, and `items` keys
-        that exist."""
+        """The disk's index knows the newest mutation of every key up to `indexed_seq`, and
+        `item_count` keys that exist."""
         self.eviction.indexed_seq = indexed_seq
         self.indexed_item_count = item_count
 

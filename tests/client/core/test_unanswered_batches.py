@@ -17,7 +17,7 @@ from upr_protocol.chunk import Chunk, CounterDelta, Mutation, chunk_of_plain_set
 from upr_protocol.client.core.batcher import BUNDLE_MUTATIONS
 from upr_protocol.client.core.unanswered_batches import (
     BUSY_NODE_ROWS,
-    UNANSWERED_ROWS_PLENTY,
+    VERY_BUSY_NODE_ROWS,
     Batch,
     PublishOptions,
     UnansweredBatches,
@@ -406,7 +406,7 @@ def test_only_full_bundles_are_sent_while_plenty_is_unanswered() -> None:
     publishing = Publishing(PublishOptions(in_flight=1, linger_s=0.005))
     add, sent_runs, node = publishing.add, publishing.sent_runs, publishing.node
     full_bundles: list[Mutate] = []
-    for partition in range(UNANSWERED_ROWS_PLENTY // BUNDLE_MUTATIONS):
+    for partition in range(VERY_BUSY_NODE_ROWS // BUNDLE_MUTATIONS):
         add(partition, BUNDLE_MUTATIONS)
         assert sent_runs(0.0) == [[partition]], "it is full"
         full_bundles += publishing.bundles

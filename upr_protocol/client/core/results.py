@@ -78,7 +78,8 @@ def status_of(code: int) -> Status:
     return _STATUSES.get(code, Status.INTERNAL)
 
 
-_OK: Final = Status.OK  # an enum's attributes are slow to look up
+STATUS_OK: Final = Status.OK
+"""An enum's attributes are slow to look up."""
 
 _PARTITION: Final = itemgetter(0)
 _STATUS: Final = itemgetter(1)
@@ -140,7 +141,7 @@ def split_reply(
         raise RemoteProtocolError("MutateReply does not name the partitions of the bundle")
     answers = [
         (
-            status_of(status) if status else _OK,
+            status_of(status) if status else STATUS_OK,
             PartitionBatchResult(history_id, first_seq, last_seq, first_cas),
         )
         for _, status, history_id, first_seq, last_seq, first_cas in runs

@@ -24,6 +24,7 @@ import msgspec
 from upr_protocol.chunk import Bundle, Chunk
 from upr_protocol.client.core.batcher import BUNDLE_BYTES, BUNDLE_MUTATIONS
 from upr_protocol.client.core.results import (
+    STATUS_OK,
     Failure,
     NotDurableError,
     PartitionBatchResult,
@@ -63,7 +64,7 @@ BUSY_NODE_ROWS: Final = 4 * BUNDLE_MUTATIONS
 to it meanwhile is not answered earlier for being sent at once. An answer lets just the partitions
 of its own bundle send again: sent each time, small bundles would stay small for ever."""
 
-UNANSWERED_ROWS_PLENTY: Final = 8 * BUNDLE_MUTATIONS
+VERY_BUSY_NODE_ROWS: Final = 8 * BUNDLE_MUTATIONS
 """With so many unanswered operations, answers come whatever is sent, and each lets more partitions
 send. So only full bundles are sent: a bundle's own cost is that of a dozen runs."""
 
@@ -544,7 +545,7 @@ class NodeBatches:
         queues, rows, nbytes = next_bundle
         if not self._bundles or len(queues) < len(self._sendable_queues):
             return True
-        if self._has_unanswered(UNANSWERED_ROWS_PLENTY):
+        if self._has_unanswered(VERY_BUSY_NODE_ROWS):
             rows_enough, bytes_enough = _FULL_ROWS, _FULL_BYTES
         else:
             rows_enough, bytes_enough = _MOSTLY_FULL_ROWS, _MOSTLY_FULL_BYTES
@@ -653,7 +654,7 @@ class NodeBatches:
                 continue
             batch.bundle = None
             queue.in_flight -= 1
-            if status is _OK:
+            if status is STATUS_OK:
                 batch.result = result
                 queue.backoff.reset()
                 is_final = True
@@ -739,8 +740,6 @@ class NodeBatches:
             self._requeue(queue)
             self._schedule(queue)
 
-
-_OK: Final = Status.OK  # an enum's attributes are slow to look up
 
 _APPLIED_STATUSES: Final = frozenset({Status.NOT_DURABLE_YET, Status.TOKEN_TOO_OLD})
 """Refusals of batches that were applied, or may have been."""
