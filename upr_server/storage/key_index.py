@@ -85,8 +85,8 @@ class KeyIndex:
     def __init__(self, ordered_map: OrderedMap, log: ChunkLog) -> None:
         self.ordered_map = ordered_map
         self._log = log
-        # Partitions of which most keys were known when some were last indexed.
-        self._renewing: set[int] = set()
+        # Those of which most keys were known when some were last indexed.
+        self._partitions_of_known_keys: set[int] = set()
 
     def watermark(self, partition: int) -> Watermark:
         """How far the index has followed the log of a partition.
@@ -151,13 +151,13 @@ class KeyIndex:
         marks: dict[int, Watermark] = {}
         with self.ordered_map.write() as transaction:
             for part in parts:
-                is_renewing = part.partition in self._renewing
-                mark, known_share = _put_entries(transaction, part, expects_new=not is_renewing)
+                expects_new = part.partition not in self._partitions_of_known_keys
+                mark, known_share = _put_entries(transaction, part, expects_new=expects_new)
                 marks[part.partition] = mark
                 if known_share > 0.5:
-                    self._renewing.add(part.partition)
+                    self._partitions_of_known_keys.add(part.partition)
                 else:
-                    self._renewing.discard(part.partition)
+                    self._partitions_of_known_keys.discard(part.partition)
         return marks
 
     def _read_log(self, partition: int, mutations_max: int, through: SeqNo) -> _LogPart | None:
