@@ -65,12 +65,13 @@ def test_a_thread_has_the_slice_that_it_asks_for(own_slice_s: float) -> None:
     ]
 
 
+@pytest.mark.parametrize("slice_before_s", [0, time_slice.SHORT_SLICE_S])
 @pytest.mark.parametrize("is_batch", [False, True])
 def test_work_in_the_background_has_long_slices_until_it_ends(
-    own_slice_s: float, is_batch: bool
+    own_slice_s: float, is_batch: bool, slice_before_s: float
 ) -> None:
     def work() -> list[tuple[float, int]]:
-        set_time_slice(0, is_batch=is_batch)
+        set_time_slice(slice_before_s, is_batch=is_batch)
         with suppress(ZeroDivisionError), in_background():
             answers.append(slice_and_policy())
             raise ZeroDivisionError
@@ -80,7 +81,7 @@ def test_work_in_the_background_has_long_slices_until_it_ends(
     answers: list[tuple[float, int]] = []
     assert in_a_thread(work) == [
         (time_slice.LONG_SLICE_S, os.SCHED_BATCH),
-        (own_slice_s, os.SCHED_BATCH if is_batch else os.SCHED_OTHER),
+        (slice_before_s or own_slice_s, os.SCHED_BATCH if is_batch else os.SCHED_OTHER),
     ]
 
 

@@ -28,7 +28,12 @@ _ATTRIBUTES: Final = Struct("=IIQiIQQQ")
 nanoseconds, of which the first is the slice."""
 
 _SET_ATTRIBUTES: Final = {"x86_64": 314, "aarch64": 274, "riscv64": 274}
-"""The number of the system call `sched_setattr`, which the C library may lack."""
+"""The number of the system call `sched_setattr`, which the C library may lack. That of
+`sched_getattr` is the next."""
+
+_SET: Final = 0
+_GET: Final = 1
+"""Which of the two calls, as a distance from the first."""
 
 
 def set_time_slice(slice_s: float, *, is_batch: bool = False) -> None:
@@ -40,34 +45,39 @@ def set_time_slice(slice_s: float, *, is_batch: bool = False) -> None:
         slice_s: The slice, from 0.0001 to 0.1 s; 0 for the system's own.
         is_batch: Whether the thread lets others finish their turns when it wakes (`SCHED_BATCH`).
     """
-    set_attributes = _kernel_call()
-    if set_attributes is None:
+    call = _kernel_call()
+    if call is None:
         return
     policy = os.SCHED_BATCH if is_batch else os.SCHED_OTHER
     niceness = os.getpriority(os.PRIO_PROCESS, 0)
     attributes = _ATTRIBUTES.pack(
         _ATTRIBUTES.size, policy, 0, niceness, 0, round(slice_s * 1e9), 0, 0
     )
-    set_attributes(attributes)
+    call(_SET, attributes, 0)
 
 
 @cache
-def _kernel_call() -> Callable[[bytes], object] | None:
-    """Gives the calling thread attributes; None where that cannot be."""
+def _kernel_call() -> Callable[..., int] | None:
+    """Sets (`_SET`) or gets (`_GET`) the attributes of the calling thread; None where that cannot
+    be."""
     number = _SET_ATTRIBUTES.get(platform.machine())
     if platform.system() != "Linux" or number is None:
         return None
     library = ctypes.CDLL(None)
-    return lambda attributes: library.syscall(number, 0, attributes, 0)
+    return lambda which, *arguments: int(library.syscall(number + which, 0, *arguments))
 
 
 @contextmanager
 def in_background() -> Iterator[None]:
     """Has the calling thread work in long time slices, without interrupting others, for as long as
-    the context."""
-    was_batch = platform.system() == "Linux" and os.sched_getscheduler(0) == os.SCHED_BATCH
+    the context. Afterwards it has the slice and the policy that it had before."""
+    call = _kernel_call()
+    attributes = ctypes.create_string_buffer(_ATTRIBUTES.size)
+    if call is None or call(_GET, attributes, _ATTRIBUTES.size, 0) != 0:
+        yield
+        return
     set_time_slice(LONG_SLICE_S, is_batch=True)
     try:
         yield
     finally:
-        set_time_slice(0, is_batch=was_batch)
+        call(_SET, attributes, 0)
