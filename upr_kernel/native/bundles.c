@@ -15,7 +15,6 @@ run_read(Part *part, uint8_t *entry, PyObject *tuple, int64_t *last_partition)
         PyErr_SetString(PyExc_TypeError, "a run is a tuple of 4 items");
         return false;
     }
-    /* All numbers first: an exporter of buffers may run Python, and free the tuple. */
     if (!number_of(PyTuple_GetItem(tuple, 0), &partition) ||
         !number_of(PyTuple_GetItem(tuple, 2), &counter) ||
         !number_of(PyTuple_GetItem(tuple, 3), &chain))
@@ -80,10 +79,11 @@ join_runs(PyObject *Py_UNUSED(module), PyObject *const *args, Py_ssize_t count)
     uint8_t *entries = (uint8_t *)PyBytes_AsString(directory);
     int64_t last_partition = -1;
     for (; read < run_count; read++) {
-        /* An exporter of buffers may run Python, and shorten the list. */
-        PyObject *tuple = PyList_GetItem(args[0], read);
-        if (tuple == NULL ||
-            !run_read(parts + read, entries + RUN_BYTES * read, tuple, &last_partition))
+        PyObject *tuple = list_item(args[0], read);
+        bool is_read = tuple != NULL && run_read(parts + read, entries + RUN_BYTES * read, tuple,
+                                                 &last_partition);
+        Py_XDECREF(tuple);
+        if (!is_read)
             goto done;
     }
     chunk = rows_joined(parts, run_count);

@@ -431,9 +431,10 @@ gather(PyObject *Py_UNUSED(module), PyObject *const *args, Py_ssize_t count)
     PyObject *result = NULL;
     Sizes sizes = {0};
     for (; read < part_count; read++) {
-        /* An exporter of buffers may run Python, and shorten the list. */
-        PyObject *tuple = PyList_GetItem(args[0], read);
-        if (tuple == NULL || !part_read(parts + read, tuple))
+        PyObject *tuple = list_item(args[0], read);
+        bool is_read = tuple != NULL && part_read(parts + read, tuple);
+        Py_XDECREF(tuple);
+        if (!is_read)
             goto done;
     }
     /* Checked and copied without a step of Python between them: a buffer may be one that changes. */

@@ -80,6 +80,14 @@ takes(const char *name, Py_ssize_t count, Py_ssize_t least, Py_ssize_t most)
     return false;
 }
 
+/* An item of a list, with a reference of our own: an exporter of buffers may run Python, which may
+   change the list. NULL with an exception set where the list has become shorter. */
+static inline PyObject *
+list_item(PyObject *list, Py_ssize_t index)
+{
+    return Py_XNewRef(PyList_GetItem(list, index));
+}
+
 /* An encoded chunk: upr_protocol/chunk describes the columns. */
 
 enum { HEAD_BYTES = 32, SET = 1 };

@@ -180,9 +180,11 @@ index_entries(PyObject *Py_UNUSED(module), PyObject *const *args, Py_ssize_t cou
         goto done;
     }
     for (; read < chunk_count; read++) {
-        /* An exporter of buffers may run Python, and shorten the list. */
-        PyObject *buffer = PyList_GetItem(args[0], read);
-        if (buffer == NULL || PyObject_GetBuffer(buffer, buffers + read, PyBUF_SIMPLE) < 0)
+        PyObject *buffer = list_item(args[0], read);
+        bool is_read =
+            buffer != NULL && PyObject_GetBuffer(buffer, buffers + read, PyBUF_SIMPLE) == 0;
+        Py_XDECREF(buffer);
+        if (!is_read)
             goto done;
         if (!chunk_read(chunks + read, buffers + read)) {
             read++;

@@ -41,6 +41,15 @@ are_sound(const uint8_t *offsets, size_t count, size_t length)
     return rising && last <= length;
 }
 
+/* Whether the keys and values of all rows lie within their bytes; an exception is set where not. */
+static bool
+are_strings_sound(const Columns *columns)
+{
+    return (are_sound(field(columns, 0), columns->count, (size_t)columns->buffers[1].len) &&
+            are_sound(field(columns, 2), columns->count, (size_t)columns->buffers[3].len)) ||
+           set_defect(DEFECT_OFFSETS) != NULL;
+}
+
 /* Reads a tuple of columns. False with an exception set; then nothing is to be released. */
 static bool
 read_columns(Columns *columns, PyObject *tuple)
@@ -65,11 +74,6 @@ read_columns(Columns *columns, PyObject *tuple)
             PyErr_SetString(PyExc_ValueError, "the columns have not as many items as operations");
             goto failed;
         }
-    }
-    if (!are_sound(field(columns, 0), columns->count, (size_t)columns->buffers[1].len) ||
-        !are_sound(field(columns, 2), columns->count, (size_t)columns->buffers[3].len)) {
-        set_defect(DEFECT_OFFSETS);
-        goto failed;
     }
     return true;
 failed:
@@ -231,11 +235,16 @@ split_rows(PyObject *Py_UNUSED(module), PyObject *const *args, Py_ssize_t count)
     if (parts == NULL)
         return PyErr_NoMemory();
     for (; read < part_count; read++) {
-        /* An exporter of buffers may run Python, and shorten the list. */
-        PyObject *tuple = PyList_GetItem(args[0], read);
-        if (tuple == NULL || !read_columns(parts + read, tuple))
+        PyObject *tuple = list_item(args[0], read);
+        bool is_read = tuple != NULL && read_columns(parts + read, tuple);
+        Py_XDECREF(tuple);
+        if (!is_read)
             goto done;
     }
+    /* Checked and copied without a step of Python between them: a buffer may be one that changes. */
+    for (Py_ssize_t part = 0; part < part_count; part++)
+        if (!are_strings_sound(parts + part))
+            goto done;
     result = split(parts, part_count, (uint32_t)partition_count);
 done:
     while (read)

@@ -45,13 +45,14 @@ def split_rows(parts: Sequence[RowColumns], partition_count: int, /) -> list[tup
     if not 1 <= partition_count < PARTITIONS_END:
         raise ValueError("a bucket has 1 to 32,768 partitions")
     rows_of: dict[int, list[_Row]] = {}
-    for part in parts:
-        for row in _rows(part):
+    # First all: an exporter of buffers may run Python, which may change the list or a buffer.
+    for columns in [_columns(part) for part in parts]:
+        for row in _rows(columns):
             rows_of.setdefault(partition_of(row[0], partition_count), []).append(row)
     return [(partition, _encoded(rows_of[partition])) for partition in sorted(rows_of)]
 
 
-def _rows(part: RowColumns) -> list[_Row]:
+def _columns(part: RowColumns) -> tuple[memoryview, ...]:
     if type(part) is not tuple or len(part) != 8:
         raise TypeError("the columns are tuples of 8 items")
     key_offsets, keys, value_offsets, values, operations = (
@@ -65,6 +66,11 @@ def _rows(part: RowColumns) -> list[_Row]:
     columns = (key_offsets, value_offsets, cas, flags, expiries)
     if list(map(len, columns)) != [8 * count + 8, 8 * count + 8, 8 * count, 4 * count, 4 * count]:
         raise ValueError("the columns have not as many items as operations")
+    return key_offsets, keys, value_offsets, values, operations, cas, flags, expiries
+
+
+def _rows(columns: tuple[memoryview, ...]) -> list[_Row]:
+    key_offsets, keys, value_offsets, values, operations, cas, flags, expiries = columns
     return list(
         zip(
             _strings(key_offsets, keys),
