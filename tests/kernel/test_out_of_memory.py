@@ -70,16 +70,83 @@ for writer in WRITERS:
     print(results.count(False), results.count(True))
 """
 
+# A run has keys that are new, known before the snapshot, known in it, and in the run before.
+RUNS: Final = """
+import ctypes
+from struct import Struct
+from upr_kernel._native import Answers, KeyTable, OpenRows, add_runs
+from upr_protocol.chunk import chunk_of_plain_sets
 
-def test_answers_to_publishers_are_remembered_or_not_at_all(tmp_path: Path) -> None:
-    library = tmp_path / "failing_memory.so"
+fail_after = ctypes.CDLL(None).fail_after
+RUN = Struct("<IIQI4x")
+WRITER = b"w" * 16
+OLD_KEYS = [b"old %d" % number for number in range(KNOWN_KEYS)]
+FIRST_KEYS = [b"first %d" % number for number in range(20)]
+NEW_KEYS = [b"new %d" % number for number in range(NEW_KEYS)]
+
+
+def add(rows, counter, keys):
+    chunk = bytes(chunk_of_plain_sets(keys, [b"value"] * len(keys)))
+    run = RUN.pack(0, len(keys), counter, 0)
+    limits = (1 << 20, 1 << 30, False)
+    try:
+        _, left, *_ = add_runs(chunk, 0, run, WRITER, (rows,), 0, None, 1, *limits)
+    except MemoryError:
+        return False
+    assert not left
+    return True
+
+
+def state(rows):
+    numbers = rows.high, rows.last_cas, rows.live, rows.superseded, rows.added, rows.seqs()
+    table, answers = rows.table, rows.answers
+    return numbers, bytes(rows.flags), table.entries(), table.items, answers.between(0, 1 << 62)
+
+
+def add_without_memory(allowed):
+    rows = OpenRows(
+        KeyTable(), Answers(4, 9000, 3, 7, 10, 5, 6), 0, 1 << 20, 1 << 30, 1 << 20
+    )
+    for seq, key in enumerate(OLD_KEYS, 1):
+        rows.table.put(key, seq, seq % 3 == 0)
+    rows.begin(len(OLD_KEYS), 1 << 20)
+    rows.history_id = 7
+    assert add(rows, 1, FIRST_KEYS)
+    keys = NEW_KEYS + OLD_KEYS[:9] + FIRST_KEYS[:9] + NEW_KEYS[:9]
+    before = state(rows)
+    fail_after(allowed)
+    is_added = add(rows, 2, keys)
+    fail_after(-1)
+    rows.table.check_invariants()
+    rows.answers.check_invariants()
+    if not is_added:
+        assert state(rows) == before
+        assert add(rows, 2, keys)
+    after = state(rows)
+    rows.table.check_invariants()
+    rows.table.evict(rows.high, len(rows.table))
+    assert len(rows.table) == 0
+    return is_added, after
+
+
+results = [add_without_memory(allowed) for allowed in range(60)]
+assert all(after == results[-1][1] for _, after in results), "no trace of what failed"
+added = [is_added for is_added, _ in results]
+assert added == sorted(added), "with more memory it fails no more"
+print(added.count(False), added.count(True))
+"""
+
+
+def _check_without_memory(program: str, folder: Path) -> None:
+    """Runs a program that prints, in each line, how many calls failed and how many did not."""
+    library = folder / "failing_memory.so"
     subprocess.run(
         [COMPILER, "-shared", "-fPIC", "-O1", str(LIBRARY_SOURCE), "-o", str(library), "-ldl"],
         check=True,
     )
     environment = {**os.environ, "LD_PRELOAD": str(library)}
     finished = subprocess.run(
-        [sys.executable, "-c", ANSWERS],
+        [sys.executable, "-c", program],
         check=False,
         env=environment,
         capture_output=True,
@@ -87,6 +154,17 @@ def test_answers_to_publishers_are_remembered_or_not_at_all(tmp_path: Path) -> N
     )
     assert finished.returncode == 0, finished.stderr
     for line in finished.stdout.splitlines():
-        failed_count, remembered_count = map(int, line.split())
+        failed_count, successful_count = map(int, line.split())
         assert failed_count > 0
-        assert remembered_count > 0
+        assert successful_count > 0
+
+
+def test_answers_to_publishers_are_remembered_or_not_at_all(tmp_path: Path) -> None:
+    _check_without_memory(ANSWERS, tmp_path)
+
+
+@pytest.mark.parametrize(("known_keys", "new_keys"), [(0, 1), (9, 70), (9, 5000), (4000, 60)])
+def test_runs_are_added_or_not_at_all(known_keys: int, new_keys: int, tmp_path: Path) -> None:
+    """A table that has no slots yet, that grows at once, and that grows in steps."""
+    program = RUNS.replace("range(KNOWN_KEYS)", f"range({known_keys})")
+    _check_without_memory(program.replace("range(NEW_KEYS)", f"range({new_keys})"), tmp_path)

@@ -9,6 +9,7 @@
 #include <stdbool.h>
 #include <stddef.h>
 #include <stdint.h>
+#include <stdlib.h>
 #include <string.h>
 
 #if defined(__BYTE_ORDER__) && __BYTE_ORDER__ != __ORDER_LITTLE_ENDIAN__
@@ -204,6 +205,9 @@ typedef struct {
     Py_ssize_t fresh;
 } Run;
 
+/* A run of up to so many rows needs no memory for what its keys had before. */
+enum { FEW_ROWS = 64 };
+
 bool is_key_table(PyObject *object);
 bool is_answers(PyObject *object);
 
@@ -233,8 +237,32 @@ uint64_t answers_bytes(PyObject *answers);
 /* Whether the keys of the rows [low, high) can be entered. */
 bool keys_fit(const Chunk *chunk, uint64_t low, uint64_t high);
 
-/* Enters rows whose keys fit. False with an exception set. */
-bool table_put_rows(PyObject *table, const Chunk *chunk, uint32_t low, uint32_t high, Run *run);
+/* Room for what the keys of so many rows had before: `few`, or memory to be freed with
+   `free_previous`. NULL with an exception set. */
+static inline uint64_t *
+room_for_previous(uint64_t few[FEW_ROWS], size_t count)
+{
+    uint64_t *previous = count > FEW_ROWS ? malloc(count * sizeof *previous) : few;
+    if (previous == NULL)
+        PyErr_NoMemory();
+    return previous;
+}
+
+static inline void
+free_previous(const uint64_t few[FEW_ROWS], uint64_t *previous)
+{
+    if (previous != few)
+        free(previous);
+}
+
+/* Enters rows whose keys fit, and writes the entry that each key had. False with an exception set;
+   then nothing has changed. */
+bool table_put_rows(PyObject *table, const Chunk *chunk, uint32_t low, uint32_t high, Run *run,
+                    uint64_t *previous);
+
+/* Takes back the rows that were entered last. */
+void table_take_back(PyObject *table, const Chunk *chunk, uint32_t low, uint32_t high,
+                     const Run *run, const uint64_t *previous);
 
 /* What a table takes. */
 uint64_t table_bytes(PyObject *table);

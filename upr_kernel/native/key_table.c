@@ -294,6 +294,24 @@ arena_add(KeyTable *table, const uint8_t *key, size_t length, uint64_t *place)
     return true;
 }
 
+/* Takes out the key at the end, which stands at `place`. */
+static void
+arena_take_back(KeyTable *table, uint64_t place)
+{
+    uint32_t nbytes = record_at(table, place)[0] + 1u;
+    segment_at(table, (uint32_t)(place >> OFFSET_BITS))->used -= nbytes;
+    table->live_bytes -= nbytes;
+    while (table->segment_count) {
+        Segment *last = segment_at(table, table->first_segment + table->segment_count - 1);
+        if (last->used)
+            break;
+        table->nbytes -= last->size;
+        free(last->bytes);
+        *last = (Segment){0};
+        table->segment_count--;
+    }
+}
+
 /* Frees segments that the front has passed. */
 static void
 arena_trim(KeyTable *table)
@@ -357,6 +375,18 @@ find_key(KeyTable *table, const uint8_t *key, size_t length)
         return NULL;
     uint32_t hash = hash_of(key, length);
     return find(table, slots_for(table, hash), hash, key, length, &where);
+}
+
+/* The slot of the key that the arena has at `place`. */
+static Slot *
+find_place(KeyTable *table, uint32_t hash, uint64_t place, Slots **slots, size_t *index)
+{
+    *slots = slots_for(table, hash);
+    for (*index = home_of(*slots, hash);; (*index)++) {
+        Slot *slot = slot_at(*slots, *index);
+        if (slot_hash(slot) == hash && slot_place(slot) == place)
+            return slot;
+    }
 }
 
 /* Puts a slot at `index`, and what stands there and behind it one further. */
@@ -655,25 +685,66 @@ note_previous(Run *run, uint64_t previous)
     return !failed;
 }
 
+/* Takes out the key that was added last. */
+static void
+take_back_key(KeyTable *table, const Slot *slot)
+{
+    uint64_t place = slot_place(slot);
+    Slots *slots;
+    size_t index;
+    find_place(table, slot_hash(slot), place, &slots, &index);
+    take_out(slots, index);
+    table->keys--;
+    table->items--;
+    arena_take_back(table, place);
+}
+
+static void
+take_back(KeyTable *table, const Chunk *chunk, uint32_t low, uint32_t high, const Run *run,
+          const uint64_t *previous)
+{
+    for (uint32_t row = high; row-- > low;) {
+        const uint8_t *offset = chunk->key_offsets + 4 * (size_t)row;
+        const uint8_t *key = chunk->keys + load_u32(offset);
+        Slot *slot = find_key(table, key, load_u32(offset + 4) - load_u32(offset));
+        uint64_t entry = previous[row - low], seq = entry >> 1;
+        if (!entry) {
+            take_back_key(table, slot);
+            continue;
+        }
+        slot->entry = entry;
+        table->items -= is_tombstone(entry);
+        if (seq > run->start && seq >= run->base && seq - run->base < run->flag_count)
+            run->flags[seq - run->base] = 0;
+    }
+}
+
 static bool
-put_rows(KeyTable *table, const Chunk *chunk, uint32_t low, uint32_t high, Run *run)
+put_rows(KeyTable *table, const Chunk *chunk, uint32_t low, uint32_t high, Run *run,
+         uint64_t *previous)
 {
     Group group;
-    uint64_t seq = run->first_seq, previous;
-    for (uint32_t row = low; row < high; row += GROUP) {
+    uint64_t seq = run->first_seq;
+    uint32_t row = low;
+    while (row < high) {
         uint32_t count = high - row < GROUP ? high - row : GROUP;
         if (!go_on_moving(table, count))
-            return no_memory();
+            goto failed;
         load_group(table, chunk, row, count, &group);
         for (uint32_t index = 0; index < count; index++, seq++) {
+            uint64_t *entry = previous + (row - low);
             if (!enter(table, group.hashes[index], group.keys[index], group.lengths[index], seq << 1,
-                       &previous))
-                return no_memory();
-            if (!note_previous(run, previous))
-                return false;
+                       entry))
+                goto failed;
+            row++;
+            if (!note_previous(run, *entry))
+                goto failed;
         }
     }
     return true;
+failed:
+    take_back(table, chunk, low, row, run, previous);
+    return no_memory();
 }
 
 /* Whether the keys of the rows [low, high) can be entered; an exception is set where not. */
@@ -711,9 +782,17 @@ keys_fit(const Chunk *chunk, uint64_t low, uint64_t high)
 }
 
 bool
-table_put_rows(PyObject *table, const Chunk *chunk, uint32_t low, uint32_t high, Run *run)
+table_put_rows(PyObject *table, const Chunk *chunk, uint32_t low, uint32_t high, Run *run,
+               uint64_t *previous)
 {
-    return put_rows((KeyTable *)table, chunk, low, high, run);
+    return put_rows((KeyTable *)table, chunk, low, high, run, previous);
+}
+
+void
+table_take_back(PyObject *table, const Chunk *chunk, uint32_t low, uint32_t high, const Run *run,
+                const uint64_t *previous)
+{
+    take_back((KeyTable *)table, chunk, low, high, run, previous);
 }
 
 uint64_t
@@ -727,7 +806,7 @@ put_run(KeyTable *self, PyObject *const *args, Py_ssize_t count)
 {
     Py_buffer buffer, flags;
     Chunk chunk;
-    uint64_t low, high;
+    uint64_t low, high, few[FEW_ROWS], *previous;
     Run run = {0};
     PyObject *result = NULL;
     if (!takes("put_run", count, 7, 7) || !number_of(args[1], &low) || !number_of(args[2], &high) ||
@@ -754,29 +833,24 @@ put_run(KeyTable *self, PyObject *const *args, Py_ssize_t count)
         PyErr_SetString(PyExc_ValueError, "a sequence number is 1 to 2**63 - 1");
         goto done;
     }
+    previous = room_for_previous(few, (size_t)(high - low));
+    if (previous == NULL)
+        goto done;
     run.superseded = PyList_New(0);
-    if (run.superseded != NULL && put_rows(self, &chunk, (uint32_t)low, (uint32_t)high, &run)) {
+    if (run.superseded != NULL &&
+        put_rows(self, &chunk, (uint32_t)low, (uint32_t)high, &run, previous)) {
         PyObject *fresh = PyLong_FromSsize_t(run.fresh);
         result = fresh == NULL ? NULL : PyTuple_Pack(2, run.superseded, fresh);
         Py_XDECREF(fresh);
+        if (result == NULL)
+            take_back(self, &chunk, (uint32_t)low, (uint32_t)high, &run, previous);
     }
     Py_XDECREF(run.superseded);
+    free_previous(few, previous);
 done:
     PyBuffer_Release(&flags);
     PyBuffer_Release(&buffer);
     return result;
-}
-
-/* The slot of the key that the arena has at `place`. */
-static Slot *
-find_place(KeyTable *table, uint32_t hash, uint64_t place, Slots **slots, size_t *index)
-{
-    *slots = slots_for(table, hash);
-    for (*index = home_of(*slots, hash);; (*index)++) {
-        Slot *slot = slot_at(*slots, *index);
-        if (slot_hash(slot) == hash && slot_place(slot) == place)
-            return slot;
-    }
 }
 
 static inline uint64_t

@@ -441,19 +441,45 @@ cover(OpenRows *self, uint64_t count)
     return true;
 }
 
-/* Adds a run that fits; `superseded` is a new list of the numbers that have no flag, or NULL. False
-   with an exception set. */
+static bool
+has_writer(const uint8_t *writer)
+{
+    return load_u64(writer) || load_u64(writer + 8);
+}
+
+/* Enters the keys of a run, and keeps its answer. False with an exception set; then nothing has
+   changed. */
+static bool
+enter_run(OpenRows *self, const Chunk *chunk, uint32_t low, uint32_t high, Run *run,
+          const PlainRun *added)
+{
+    uint64_t few[FEW_ROWS], *previous = room_for_previous(few, high - low);
+    if (previous == NULL)
+        return false;
+    bool is_done = table_put_rows(self->table, chunk, low, high, run, previous);
+    if (is_done && has_writer(added->writer) && !answers_keep(self->answers, added)) {
+        table_take_back(self->table, chunk, low, high, run, previous);
+        is_done = false;
+    }
+    free_previous(few, previous);
+    return is_done;
+}
+
+/* Adds a run that fits, and fills in which numbers it gets; `superseded` is a new list of the numbers
+   that have no flag, or NULL. False with an exception set; then nothing has changed. */
 static bool
 add_run(OpenRows *self, const Chunk *chunk, uint32_t low, uint32_t high, uint64_t cas,
-        PyObject **superseded)
+        PlainRun *added, PyObject **superseded)
 {
     Part part = {.chunk = *chunk, .low = low, .high = high, .is_numbered = true};
     Sizes sizes = {0};
-    /* Before anything is changed. */
+    Py_ssize_t covered = PyByteArray_Size(self->flags);
     if (!part_measure(&part, &sizes) || !reserve(self, &sizes) || !cover(self, sizes.count))
         return false;
-    part.first_seq = self->high + 1;
-    part.first_cas = self->last_cas + 1 > cas ? self->last_cas + 1 : cas;
+    added->history_id = self->history_id;
+    added->first_seq = part.first_seq = self->high + 1;
+    added->last_seq = self->high + sizes.count;
+    added->first_cas = part.first_cas = self->last_cas + 1 > cas ? self->last_cas + 1 : cas;
     Run run = {
         .first_seq = part.first_seq,
         .start = self->start,
@@ -461,10 +487,12 @@ add_run(OpenRows *self, const Chunk *chunk, uint32_t low, uint32_t high, uint64_
         .flags = (uint8_t *)PyByteArray_AsString(self->flags),
         .flag_count = self->has_counters ? 0 : (size_t)PyByteArray_Size(self->flags),
     };
-    bool is_done = table_put_rows(self->table, chunk, low, high, &run);
-    *superseded = run.superseded;
-    if (!is_done)
+    if (!enter_run(self, chunk, low, high, &run, added)) {
+        Py_XDECREF(run.superseded);
+        PyByteArray_Resize(self->flags, covered);
         return false;
+    }
+    *superseded = run.superseded;
     add_part(self, &part);
     self->high += sizes.count;
     self->last_cas = part.first_cas + sizes.count - 1;
@@ -521,12 +549,6 @@ note(PyObject *notes, const OpenRows *rows, PyObject *superseded)
     return is_done;
 }
 
-static bool
-has_writer(const uint8_t *writer)
-{
-    return load_u64(writer) || load_u64(writer + 8);
-}
-
 /* Where a run goes; NULL where it is left out. `run` is its entry in the directory. */
 static OpenRows *
 target_of(const Runs *runs, Py_ssize_t index, const uint8_t *run, uint64_t low, uint64_t high)
@@ -551,28 +573,19 @@ report_run(Report *report, const Runs *runs, Py_ssize_t index, const uint8_t *ru
            uint64_t low, uint64_t high)
 {
     PyObject *superseded = NULL;
-    const uint8_t *writer = runs->writers + (size_t)index * runs->writer_step;
     uint64_t table_before = table_bytes(rows->table), rows_before = allocated_bytes(rows);
     uint64_t answers_before = answers_bytes(rows->answers);
-    bool is_done = add_run(rows, &runs->chunk, (uint32_t)low, (uint32_t)high, runs->limits.cas,
-                           &superseded);
     PlainRun added = {
-        .writer = writer,
+        .writer = runs->writers + (size_t)index * runs->writer_step,
         .counter = load_u64(run + 8),
         .attempt = runs->limits.attempt,
-        .history_id = rows->history_id,
-        .first_seq = rows->high - (high - low) + 1,
-        .last_seq = rows->high,
-        .first_cas = rows->last_cas - (high - low) + 1,
     };
-    is_done = is_done && (!has_writer(writer) || answers_keep(rows->answers, &added));
+    if (!add_run(rows, &runs->chunk, (uint32_t)low, (uint32_t)high, runs->limits.cas, &added,
+                 &superseded))
+        return false;
     report->table_bytes += table_bytes(rows->table) - table_before;
     report->row_bytes += allocated_bytes(rows) - rows_before;
     report->answer_bytes += answers_bytes(rows->answers) - answers_before;
-    if (!is_done) {
-        Py_XDECREF(superseded);
-        return false;
-    }
     uint8_t *line = (uint8_t *)PyBytes_AsString(report->lines) + LINE_BYTES * (size_t)index;
     store_u32(line, (uint32_t)rows->partition);
     store_u64(line + 8, added.history_id);

@@ -67,6 +67,8 @@ def add_runs(
     Raises:
         ValueError: Runs, writers and flags are not for as many runs.
         ChunkDefectError: The chunk is damaged.
+        MemoryError: There is no memory for a run. The native kernel has added nothing of it then,
+            but those before it.
     """
     run_count, remainder = divmod(len(runs), _RUN.size)
     if (

@@ -113,12 +113,16 @@ class HashTable:
         Returns:
             Numbers of the open snapshot that were superseded and are not flagged yet, in no order,
             and how many keys had no earlier mutation in the open snapshot.
+
+        Raises:
+            MemoryError: There is no memory for the keys. The native table has entered none of them.
         """
         table = self.kernel_table
         nbytes_before = table.nbytes
-        result = table.put_run(chunk.encode(), low, high, first_seq, start, base, flags)
-        self._memory.table += table.nbytes - nbytes_before
-        return result
+        try:
+            return table.put_run(chunk.encode(), low, high, first_seq, start, base, flags)
+        finally:
+            self._memory.table += table.nbytes - nbytes_before
 
     def evict(self, through: int, budget: int, *, tombstones_only: bool = False) -> int:
         """Looks at the `budget` keys that stand first, and forgets those that the disk knows.

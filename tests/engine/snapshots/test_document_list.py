@@ -20,6 +20,7 @@ from upr_kernel import Answers, KeyTable, OpenRows, gather
 from upr_protocol.chunk import Chunk, CounterDelta, Mutation, chunk_of_plain_sets
 from upr_protocol.ids import Cas, Operation, SeqNo
 from upr_server.engine import batch_of
+from upr_server.engine.hash_table import HashTable
 from upr_server.engine.snapshots.document_arrays import NumberedArray, PublishedArray
 from upr_server.engine.snapshots.skip_flags import SkipFlags
 
@@ -155,6 +156,26 @@ def test_the_tail_is_replaced_in_place() -> None:
     assert partition.snapshots.open.nbytes <= size
     bucket.check_invariants()
     assert read(partition).count("@") == 2
+
+
+class TableWithoutMemory(HashTable):
+    def put_run(self, *_arguments: object, **_options: object) -> tuple[list[int], int]:
+        raise MemoryError
+
+
+def test_rows_whose_keys_cannot_be_entered_leave_no_flags() -> None:
+    bucket = new_bucket()
+    partition = bucket.partitions[0]
+    put(partition, b"a", b"b")
+    open_snapshot, chunk = partition.snapshots.open, chunk_of_plain_sets([b"c", b"d"], [b"", b""])
+    with pytest.raises(MemoryError):
+        open_snapshot.add_rows(
+            chunk, 0, 2, SeqNo(3), Cas(1 << 62), TableWithoutMemory(bucket.memory)
+        )
+    bucket.check_invariants()
+    send(partition, request(Operation.ADD, b"e", b"1"))
+    bucket.check_invariants()
+    assert sorted(open_snapshot.find(seq).key for seq in (1, 2, 3)) == [b"a", b"b", b"e"]
 
 
 def test_arrays_skipped_whole_are_dropped() -> None:

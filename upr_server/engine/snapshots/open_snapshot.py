@@ -126,9 +126,14 @@ class OpenSnapshot:
         # A superseded number may be a counter's, which has no flag. While there are any, the table
         # returns what is superseded, and flags nothing.
         flags = bytearray() if counters else skip_flags.flags
-        superseded_seqs, new_key_count = table.put_run(
-            chunk, low, high, first_seq, rows.start, rows.base, flags
-        )
+        try:
+            superseded_seqs, new_key_count = table.put_run(
+                chunk, low, high, first_seq, rows.start, rows.base, flags
+            )
+        except MemoryError:
+            # No key was entered, and the numbers go to what comes next.
+            del skip_flags.flags[len(skip_flags) - count :]
+            raise
         documents.add_rows(chunk, low, high, first_seq, first_cas)
         rows.high = first_seq + count - 1
         rows.live += new_key_count
