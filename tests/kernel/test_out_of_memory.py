@@ -36,12 +36,34 @@ WRITERS = [bytes([number]) * 16 for number in range(4)]
 PACKED = b"answer"
 
 
-def remember_without_memory(writer, allowed):
+def full_answers():
     answers = Answers(2, 1000, 3, 7, 10, 5, 6)
     answers.track_unsaved()
     for step in range(6):
         answers.remember(WRITERS[step % 3], 1 + step, PACKED, 1 + step, 0)
     answers.take_unsaved(100, 100)
+    return answers
+
+
+def replace_without_memory(writer, allowed):
+    answers = full_answers()
+    counter, packed = answers.newest(writer)
+    fail_after(allowed)
+    try:
+        answers.replace_newest(writer, b"other answer", 10, 1)
+        is_replaced = True
+    except MemoryError:
+        is_replaced = False
+    fail_after(-1)
+    answers.check_invariants()
+    assert answers.newest(writer) == (counter, b"other answer" if is_replaced else packed)
+    answers.replace_newest(writer, b"newest answer", 11, 1)
+    answers.check_invariants()
+    return is_replaced
+
+
+def remember_without_memory(writer, allowed):
+    answers = full_answers()
     before = [answers.newest(each) for each in WRITERS]
     fail_after(allowed)
     try:
@@ -66,6 +88,10 @@ def remember_without_memory(writer, allowed):
 
 for writer in WRITERS:
     results = [remember_without_memory(writer, allowed) for allowed in range(12)]
+    assert results == sorted(results), "with more memory it fails no more"
+    print(results.count(False), results.count(True))
+for writer in WRITERS[:3]:
+    results = [replace_without_memory(writer, allowed) for allowed in range(12)]
     assert results == sorted(results), "with more memory it fails no more"
     print(results.count(False), results.count(True))
 """

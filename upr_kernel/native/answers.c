@@ -417,30 +417,20 @@ forget_surplus_answers(Answers *self, Writer *writer, uint64_t high)
         }
 }
 
-/* Keeps an answer, whose bytes are given away. The new answer; NULL with an exception set. */
-static Answer *
-keep(Answers *self, const uint8_t *id, uint64_t counter, PyObject *bytes, uint64_t high,
-     uint64_t attempt)
+/* A writer was heard from. */
+static void
+touch(Answers *self, Writer *writer)
 {
-    Answer *answer = NULL;
-    Writer *writer = find_writer(self, id);
-    if (writer == NULL) {
-        writer = add_writer(self, id);
-        if (writer != NULL)
-            forget_surplus_writers(self, high);
-    }
-    else if (writer != self->newest) {
+    if (writer != self->newest) {
         unlink_writer(self, writer);
         link_newest(self, writer);
     }
-    if (writer != NULL && reserve_ring(writer) && reserve_order(self))
-        answer = answer_new(id, counter, high);
-    if (answer == NULL) {
-        Py_DECREF(bytes);
-        if (writer != NULL && !writer->count)
-            remove_writer(self, writer);
-        return NULL;
-    }
+}
+
+/* Puts an answer, whose bytes are given away, in its places, where there is room for it. */
+static void
+place(Answers *self, Writer *writer, Answer *answer, PyObject *bytes, uint64_t attempt)
+{
     answer->bytes = bytes;
     answer->nbytes = self->answer_bytes + (uint64_t)PyBytes_Size(bytes);
     answer->places = 2;
@@ -454,9 +444,34 @@ keep(Answers *self, const uint8_t *id, uint64_t counter, PyObject *bytes, uint64
         add_unsaved(self, answer);
         self->nbytes += self->unsaved_bytes;
     }
-    forget_surplus_answers(self, writer, high);
+    forget_surplus_answers(self, writer, answer->high);
     tidy_order(self);
-    return answer;
+}
+
+/* Keeps an answer, whose bytes are given away. False with an exception set. */
+static bool
+keep(Answers *self, const uint8_t *id, uint64_t counter, PyObject *bytes, uint64_t high,
+     uint64_t attempt)
+{
+    Answer *answer = NULL;
+    Writer *writer = find_writer(self, id);
+    if (writer == NULL) {
+        writer = add_writer(self, id);
+        if (writer != NULL)
+            forget_surplus_writers(self, high);
+    }
+    else
+        touch(self, writer);
+    if (writer != NULL && reserve_ring(writer) && reserve_order(self))
+        answer = answer_new(id, counter, high);
+    if (answer == NULL) {
+        Py_DECREF(bytes);
+        if (writer != NULL && !writer->count)
+            remove_writer(self, writer);
+        return false;
+    }
+    place(self, writer, answer, bytes, attempt);
+    return true;
 }
 
 /* How much more it takes than before, as a Python number. */
@@ -487,7 +502,7 @@ remember(Answers *self, PyObject *const *args, Py_ssize_t count)
     if (!PyBytes_Check(args[2]))
         return PyErr_Format(PyExc_TypeError, "an answer is bytes");
     Py_INCREF(args[2]);
-    if (keep(self, writer, counter, args[2], high, attempt) == NULL)
+    if (!keep(self, writer, counter, args[2], high, attempt))
         return NULL;
     return growth_since(self, nbytes_before);
 }
@@ -530,7 +545,7 @@ answers_keep(PyObject *object, const PlainRun *run)
     at = pack_number(at, run->attempt);
     PyObject *bytes = PyBytes_FromStringAndSize((const char *)packed, at - packed);
     return bytes != NULL && keep((Answers *)object, run->writer, run->counter, bytes,
-                                 run->last_seq, run->attempt) != NULL;
+                                 run->last_seq, run->attempt);
 }
 
 static PyObject *
@@ -547,17 +562,21 @@ replace_newest(Answers *self, PyObject *const *args, Py_ssize_t count)
     if (writer == NULL)
         return PyErr_Format(PyExc_KeyError, "no such writer");
     Answer *replaced = newest_of(writer);
-    uint64_t counter = replaced->counter;
     uint64_t applied_high = replaced->has_applied_high ? replaced->applied_high : replaced->high;
-    if (!forget(self, writer, replaced, high))
-        return NULL;
-    writer->count--;
-    Py_INCREF(args[1]);
-    Answer *answer = keep(self, id, counter, args[1], high, attempt);
+    /* All memory first: without any answer the batch would count as new. */
+    Answer *answer = reserve_order(self) ? answer_new(id, replaced->counter, high) : NULL;
     if (answer == NULL)
         return NULL;
+    if (!forget(self, writer, replaced, high)) {
+        free(answer);
+        return NULL;
+    }
+    /* Its place in the ring is free. */
+    writer->count--;
+    touch(self, writer);
     answer->applied_high = applied_high;
     answer->has_applied_high = true;
+    place(self, writer, answer, Py_NewRef(args[1]), attempt);
     return growth_since(self, nbytes_before);
 }
 
