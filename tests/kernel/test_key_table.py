@@ -212,6 +212,30 @@ def test_the_flags_must_not_lie_in_the_chunk(build: Any) -> None:
         build.KeyTable().put_run(chunk, 0, 2, 1, 0, 1, chunk)
 
 
+@pytest.mark.parametrize("count", [20_000, 60_000])
+def test_a_table_that_has_shrunk_grows_after_all_slots_have_moved(count: int) -> None:
+    if "native" not in BUILDS:
+        pytest.skip("a dict is copied when it grows")
+    table = filled(BUILDS["native"], numbered(count))
+    seq = count
+
+    def put_while_moving() -> list[int]:
+        nonlocal seq
+        homes = []
+        while table.statistics()["moving"]:
+            homes.append(table.statistics()["slots"])
+            seq += 1
+            table.put(b"%d" % seq, seq)
+        return homes
+
+    put_while_moving()
+    while not table.statistics()["moving"]:
+        table.evict(seq, 64)
+    homes = put_while_moving()
+    assert len(homes) > count // 40
+    assert len(set(homes)) == 1, "it began to grow, and moved all that was left at once"
+
+
 BYTES_A_KEY_MAX: Final = {"upr_kernel.pure": 130, "upr_kernel._native": 48}
 
 

@@ -35,9 +35,11 @@ enum {
     HOMES_MIN = 8,
     /* Up to here a table grows at once, and doubles: 20 microseconds at most. */
     HOMES_AT_ONCE = BLOCK_SLOTS,
-    /* Slots looked at for each key that comes in while the table grows. A growth by a quarter must
-       end before a fifth of `homes` keys have come: 7 would do. */
-    STEPS_PER_KEY = 16,
+    /* Slots looked at for each key that comes in while the table grows or shrinks. A growth by a
+       quarter must end before a fifth of `homes` keys have come: 7 would do. A table that shrinks at
+       three tenths, to half as much again, is full once six hundredths of `homes` keys have come: 17
+       would do, and the slots that stand behind the last home. */
+    STEPS_PER_KEY = 20,
     SEGMENT_BYTES_MAX = 1 << OFFSET_BITS,
     SEGMENT_BYTES_MIN = 512,
     KEY_BYTES_MAX = 255,
