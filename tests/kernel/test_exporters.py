@@ -1,8 +1,11 @@
-"""Exporters of buffers that run Python, which changes what the kernel was given: it takes what it
-was given, or refuses it, and reads nothing else."""
+"""Exporters of buffers, and collections, that run Python, which changes what the kernel was given.
+It takes what it was given, or refuses it, and reads nothing else."""
 
 from __future__ import annotations
 
+import gc
+from array import array
+from contextlib import suppress
 from typing import Any, Final
 
 import pytest
@@ -10,7 +13,8 @@ import pytest
 from tests.kernel.builds import BUILDS, Outcome, outcome
 from tests.kernel.exporters import exporter_of
 from tests.kernel.test_split_rows import columns, offsets
-from upr_kernel import Defect
+from upr_kernel import ChunkDefectError, Defect
+from upr_kernel.pure.columns import Columns
 from upr_protocol.chunk import Chunk, Mutation, chunk_of_plain_sets
 from upr_protocol.ids import Operation
 
@@ -64,3 +68,31 @@ def test_columns_may_change_until_all_are_read(build: Any) -> None:
         return outcome(build.split_rows, [(changing_offsets, *other), (exporter, *other)], 1)
 
     assert split() == ("damaged", Defect.OFFSETS)
+
+
+@of_each_build
+def test_a_chunk_may_change_in_a_collection(build: Any) -> None:
+    """Python 3.11 may collect whenever an object is made, and run anything then."""
+    chunk, flags, table = bytearray(CHUNK), bytearray(), build.KeyTable()
+    offsets_at = Columns(chunk).key_offsets_at
+
+    def lengthen_keys(phase: str, _info: object) -> None:
+        if phase == "start":
+            chunk[offsets_at + 4 : offsets_at + 16] = array("i", (201, 202, 203)).tobytes()
+
+    thresholds = gc.get_threshold()
+    gc.collect()
+    gc.disable()
+    gc.callbacks.append(lengthen_keys)
+    gc.set_threshold(1)
+    # More objects than the threshold: the next one that is made begins a collection.
+    others: list[list[None]] = [[], []]
+    try:
+        with suppress(ChunkDefectError):
+            gc.enable()
+            table.put_run(chunk, 0, 3, 1, 0, 1, flags)
+    finally:
+        gc.callbacks.remove(lengthen_keys)
+        gc.set_threshold(*thresholds)
+    assert len(others) == 2
+    assert [key for key, _, _ in table.entries()] in ([], [b"a", b"b", b"c"])

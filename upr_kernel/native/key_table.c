@@ -829,7 +829,9 @@ put_run(KeyTable *self, PyObject *const *args, Py_ssize_t count)
         PyErr_SetString(PyExc_ValueError, "the flags lie in the chunk");
         goto done;
     }
-    if (!chunk_read(&chunk, &buffer) || !are_rows_sound(&chunk, low, high))
+    /* Before the check: Python 3.11 may collect, and so run anything, when it makes a list. */
+    run.superseded = PyList_New(0);
+    if (run.superseded == NULL || !chunk_read(&chunk, &buffer) || !are_rows_sound(&chunk, low, high))
         goto done;
     if ((run.first_seq + (high - low)) >> 63) {
         PyErr_SetString(PyExc_ValueError, "a sequence number is 1 to 2**63 - 1");
@@ -838,18 +840,16 @@ put_run(KeyTable *self, PyObject *const *args, Py_ssize_t count)
     previous = room_for_previous(few, (size_t)(high - low));
     if (previous == NULL)
         goto done;
-    run.superseded = PyList_New(0);
-    if (run.superseded != NULL &&
-        put_rows(self, &chunk, (uint32_t)low, (uint32_t)high, &run, previous)) {
+    if (put_rows(self, &chunk, (uint32_t)low, (uint32_t)high, &run, previous)) {
         PyObject *fresh = PyLong_FromSsize_t(run.fresh);
         result = fresh == NULL ? NULL : PyTuple_Pack(2, run.superseded, fresh);
         Py_XDECREF(fresh);
         if (result == NULL)
             take_back(self, &chunk, (uint32_t)low, (uint32_t)high, &run, previous);
     }
-    Py_XDECREF(run.superseded);
     free_previous(few, previous);
 done:
+    Py_XDECREF(run.superseded);
     PyBuffer_Release(&flags);
     PyBuffer_Release(&buffer);
     return result;
