@@ -29,7 +29,7 @@ from upr_protocol.client import (
 )
 from upr_protocol.errors import BrokenError
 from upr_protocol.ids import Cas, HistoryId, PartitionId, SeqNo
-from upr_server.indexer import app, scanner, server_progress
+from upr_server.indexer import http_server, scanner, server_progress
 from upr_server.indexer.api import application
 from upr_server.indexer.app import serving
 from upr_server.indexer.http_access import HttpAccess
@@ -341,7 +341,7 @@ async def test_an_answer_counts_until_it_is_sent_and_is_made_in_pieces(site: Sit
 async def test_a_connection_whose_client_does_not_read_is_closed(
     site: Site, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(app, "SEND_TIMEOUT_S", 0.1)
+    monkeypatch.setattr(http_server, "SEND_TIMEOUT_S", 0.1)
     pool = site.indexer.pool
     await write_much(site)
     await site.ask(site.asking.scan, "d/both", consistency="now", **MUCH)

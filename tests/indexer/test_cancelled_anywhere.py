@@ -63,6 +63,7 @@ from upr_server.indexer.directory import (
 from upr_server.indexer.entry_stream import EntryStream
 from upr_server.indexer.freshness import ScanBarriers
 from upr_server.indexer.http_access import RENEW_S, HttpAccess
+from upr_server.indexer.http_server import answering_over_http
 from upr_server.indexer.index_batch import IndexBatch
 from upr_server.indexer.indexer import Indexer, running_indexer
 from upr_server.indexer.log_in_turns import LogInTurns
@@ -693,7 +694,7 @@ async def test_a_rollback(
     cancellations.check_inside(*UNDOING)
 
 
-SERVING: Final = tries(serving)
+SERVING: Final = tries(serving, answering_over_http)
 
 
 async def test_over_http(

@@ -2,25 +2,20 @@
 
 from __future__ import annotations
 
-import logging
 import signal
-import socket
-import ssl
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from functools import partial
-from typing import Final
 
-import hypercorn
 import msgspec
 import structlog
 import trio
-from hypercorn.trio import serve as serve_http
 
 from upr_protocol.concurrency import background_nursery
 from upr_server.indexer.api import application
 from upr_server.indexer.config import IndexerConfig
 from upr_server.indexer.http_access import HttpAccess
+from upr_server.indexer.http_server import answering_over_http
 from upr_server.indexer.indexer import Indexer, running_indexer
 from upr_server.indexer.worker_process import WorkerProcess
 from upr_server.runtime import (
@@ -30,33 +25,7 @@ from upr_server.runtime import (
     run_until_signal,
 )
 
-SEND_TIMEOUT_S: Final = 10.0
-"""A connection whose peer takes nothing for so long is closed. Its answer counts in the pool until
-then, and a stop waits for it."""
-
-HANDSHAKE_TIMEOUT_S: Final = 10.0
-"""How long a handshake of TLS may take."""
-
 log = structlog.get_logger(__name__)
-
-
-class _HttpSettings(hypercorn.Config):
-    """Hypercorn's settings, with certificates that may change while it runs."""
-
-    ssl_handshake_timeout = HANDSHAKE_TIMEOUT_S
-
-    def __init__(self, certificates: Certificates | None) -> None:
-        super().__init__()
-        self._certificates = certificates
-
-    @property
-    def ssl_enabled(self) -> bool:
-        """Whether to speak HTTPS only."""
-        return self._certificates is not None
-
-    def create_ssl_context(self) -> ssl.SSLContext | None:
-        """What OpenSSL needs for all connections."""
-        return None if self._certificates is None else self._certificates.context_for_renewals()
 
 
 @asynccontextmanager
@@ -78,26 +47,17 @@ async def serving(
     Raises:
         ListenError: The address cannot be listened on.
     """
-    settings = _HttpSettings(certificates)
-    async with open_listeners(listen) as listeners:
-        for listener in listeners:
-            # Its connections inherit this. Hypercorn sends without a deadline of its own, and
-            # shielded from cancellation.
-            listener.socket.setsockopt(
-                socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(SEND_TIMEOUT_S * 1000)
-            )
-        settings.bind = [f"fd://{listener.socket.detach()}" for listener in listeners]
-    settings.errorlog = logging.getLogger("hypercorn.error")
-    settings.graceful_timeout = 1.0
-    stop = trio.Event()
     access = HttpAccess(indexer.address, asks_users=asks_users)
-    app = application(indexer, access)
-    async with background_nursery() as background, trio.open_nursery() as nursery:
+    tls = None if certificates is None else certificates.context_for_renewals()
+    async with (
+        open_listeners(listen) as listeners,
+        background_nursery() as background,
+        answering_over_http(application(indexer, access), listeners, tls),
+    ):
         background.start_soon(access.run)
-        start = partial(serve_http, app, settings, shutdown_trigger=stop.wait, mode="asgi")  # type: ignore[arg-type]
-        (url, *_) = await nursery.start(start)
-        yield url
-        stop.set()
+        host, port = listeners[0].socket.getsockname()[:2]
+        scheme = "http" if tls is None else "https"
+        yield f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
 
 
 async def serve(config: IndexerConfig, on_listening: Callable[[str], None]) -> None:

@@ -1,0 +1,112 @@
+"""HTTP over connections of which none can end another, nor the indexer.
+
+Hypercorn speaks HTTP/1.1, HTTP/2 and web sockets over each connection. It raises what it does not
+expect of a client: a path that is not ASCII, settings of HTTP/2 that are not base64, data of a
+request that has its answer. Its own server ends with the first connection that fails so, before
+anybody had to log in. That is why connections are accepted and watched here.
+"""
+
+from __future__ import annotations
+
+import logging
+import socket
+import ssl
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from functools import partial
+from http import HTTPStatus
+from typing import Any, Final
+
+import hypercorn
+import structlog
+import trio
+from hypercorn.trio.tcp_server import TCPServer
+from hypercorn.trio.worker_context import WorkerContext
+from hypercorn.typing import AppWrapper, ASGIFramework
+from hypercorn.utils import wrap_app
+from starlette.types import ASGIApp
+
+from upr_protocol.concurrency import background_nursery, first_failure
+
+SEND_TIMEOUT_S: Final = 10.0
+"""A connection whose peer takes nothing for so long is closed. Its answer counts in the pool until
+then, and a stop waits for it."""
+
+HANDSHAKE_TIMEOUT_S: Final = 10.0
+"""How long a handshake of TLS may take."""
+
+STOP_S: Final = 1.0
+"""How long the requests under way may take at a stop."""
+
+log = structlog.get_logger(__name__)
+
+
+class _Settings(hypercorn.Config):
+    """Hypercorn's settings of a connection."""
+
+    ssl_handshake_timeout = HANDSHAKE_TIMEOUT_S
+    errorlog = logging.getLogger("hypercorn.error")
+
+
+@asynccontextmanager
+async def answering_over_http(
+    app: ASGIApp, listeners: Sequence[trio.SocketListener], tls: ssl.SSLContext | None = None
+) -> AsyncIterator[None]:
+    """Answers requests for as long as the context. After it, those under way have `STOP_S`.
+
+    Args:
+        app: The ASGI application that answers.
+        listeners: Where connections come from. They are closed at the end.
+        tls: What connections are encrypted with; None for none.
+    """
+    for listener in listeners:
+        # Its connections inherit this. Hypercorn sends without a deadline of its own, and shielded
+        # from cancellation.
+        listener.socket.setsockopt(
+            socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(SEND_TIMEOUT_S * 1000)
+        )
+    context = WorkerContext(None)
+    settings = _Settings()
+    wrapped_app = wrap_app(_without_http_2(app), settings.wsgi_max_body_size, "asgi")
+    serve = partial(_serve_connection, wrapped_app, settings, context)
+    sources: list[trio.abc.Listener[Any]] = [
+        # HTTP says itself where it ends, so many peers close without TLS's goodbye.
+        listener if tls is None else trio.SSLListener(listener, tls, https_compatible=True)
+        for listener in listeners
+    ]
+    async with trio.open_nursery() as connections:
+        async with background_nursery() as accepting:
+            accepting.start_soon(
+                partial(trio.serve_listeners, serve, sources, handler_nursery=connections)
+            )
+            yield
+        # Idle connections end now.
+        await context.terminated.set()
+        connections.cancel_scope.deadline = trio.current_time() + STOP_S
+
+
+def _without_http_2(app: ASGIApp) -> ASGIFramework:
+    """Refuses HTTP/2, which Hypercorn offers to everybody. A client may say there that it takes no
+    bytes for now: the connection is alive, and its answers would count in the pool for ever."""
+
+    async def answer(scope: Any, receive: Any, send: Any) -> None:
+        if scope["http_version"] != "2":
+            await app(scope, receive, send)
+        elif scope["type"] == "http":
+            headers = [(b"content-length", b"0")]
+            status = HTTPStatus.HTTP_VERSION_NOT_SUPPORTED
+            await send({"type": "http.response.start", "status": status, "headers": headers})
+            await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    return answer
+
+
+async def _serve_connection(
+    app: AppWrapper, settings: hypercorn.Config, context: WorkerContext, stream: Any
+) -> None:
+    """Answers the requests of a connection. What goes wrong with it ends it, and nothing else."""
+    try:
+        await TCPServer(app, settings, context, {}, stream).run()
+    except* Exception as errors:  # noqa: BLE001
+        # Without a traceback: a stranger could fill the log with them.
+        log.warning("a connection has failed", failure=repr(first_failure(errors)))
