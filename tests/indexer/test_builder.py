@@ -138,12 +138,27 @@ class WithAWord:
         return event
 
 
+def builder_of(
+    *files: IndexFile, beside: OtherStream, url: str, running: Pipeline | None = None
+) -> IndexBuilder:
+    """A builder of some indexes, beside another stream, and the pipeline of that."""
+    pool, work = MemoryPool(POOL_BYTES), worker_thread()
+    members = [PipelineMember(file, ByKey()) for file in files]
+    return IndexBuilder(
+        Address.parse(url),
+        pool,
+        work,
+        members,
+        cast("IndexerStream", beside),
+        running or Pipeline(pool, work),
+        1,
+    )
+
+
 def set_up(there: OtherStream, path: Path, url: str) -> tuple[IndexBuilder, IndexFile]:
     """A builder of one index, beside another stream."""
-    file, pool, work = IndexFile(path, BUCKET), MemoryPool(POOL_BYTES), worker_thread()
-    members = [PipelineMember(file, ByKey())]
-    stream, running = cast("IndexerStream", there), Pipeline(pool, work)
-    return IndexBuilder(Address.parse(url), pool, work, members, stream, running, 1), file
+    file = IndexFile(path, BUCKET)
+    return builder_of(file, beside=there, url=url), file
 
 
 async def test_an_event_from_before_a_new_beginning_is_not_applied(
@@ -314,4 +329,74 @@ async def test_a_rollback_while_an_index_is_built_takes_out_what_was_lost(tmp_pa
         with file.open_view() as view:
             result = view.scan(EntrySelection(), COUNT + 2)
         assert result.entries == [b"k%d" % index for index in range(COUNT)]
+        file.close()
+
+
+def keys_of(file: IndexFile) -> list[bytes]:
+    """The keys of the documents that an index has."""
+    with file.open_view() as view:
+        return view.scan(EntrySelection(), 2 * COUNT).entries
+
+
+async def test_changes_that_one_of_two_new_indexes_had_alone_are_lost_with_them(
+    tmp_path: Path,
+) -> None:
+    """A stop came between their commits, and then a failover. To the server the stream is where
+    the index is that is further behind, which has lost nothing."""
+    stream, store = OtherStream(), HeldStore()
+    files = [IndexFile(tmp_path / name, BUCKET) for name in ("ahead", "behind")]
+    store.released.set()
+
+    async def build(until: Callable[[], bool], *members: IndexFile) -> None:
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(builder_of(*members, beside=stream, url=server.url(BUCKET)).run)
+            await eventually(until, "it was read")
+            nursery.cancel_scope.cancel()
+
+    with trio.CancelScope() as crash:
+        async with (
+            a_server(store, partitions=1) as server,
+            connect(server.url(BUCKET)) as client,
+        ):
+            for index in range(COUNT):
+                await client.set(f"k{index}", "0", durability=Durability.PERSISTED)
+            await build(lambda: all(file.mark(PARTITION).seq == COUNT for file in files), *files)
+            store.released = trio.Event()
+            await client.set("lost", "0")
+            await build(lambda: files[0].mark(PARTITION).seq == COUNT + 1, files[0])
+            assert keys_of(files[0])[-1] == b"lost"
+            crash.cancel()
+    store = HeldStore(store.directory)
+    store.released.set()
+    async with a_server(store, partitions=1) as server, connect(server.url(BUCKET)) as client:
+        await client.set("late", "0")
+        await build(lambda: all(b"late" in keys_of(file) for file in files), *files)
+    for file in files:
+        assert keys_of(file) == [*(b"k%d" % index for index in range(COUNT)), b"late"]
+        file.close()
+
+
+async def test_an_index_is_complete_when_the_running_ones_have_what_it_has(tmp_path: Path) -> None:
+    """Their rounds write the received keys, without which nothing knows what a failover undoes: a
+    crash must not find the index complete before that."""
+    stream = OtherStream()
+    async with a_server(partitions=1) as server, connect(server.url(BUCKET)) as client:
+        await client.set("k", "0")
+        pool = MemoryPool(POOL_BYTES)
+        running = Pipeline(pool, worker_thread())
+        file = IndexFile(tmp_path, BUCKET)
+        builder = builder_of(file, beside=stream, url=server.url(BUCKET), running=running)
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(builder.run)
+            await eventually(lambda: file.mark(PARTITION).seq == 1, "it was read")
+            stream.position = file.mark(PARTITION)
+            running.put(IndexBatch(PARTITION, stream.position))
+            stream.put(stream.position)
+            await eventually(
+                lambda: running._waiting_tasks == 1 or file.is_built, "it has caught up"
+            )
+            assert not file.is_built
+            nursery.start_soon(running.run)
+            await eventually(lambda: file.is_built, "it was built")
+            nursery.cancel_scope.cancel()
         file.close()

@@ -128,6 +128,10 @@ class IndexBuilder:
                 nursery.start_soon(self._keep_pausing)
                 await self._read_until_joined()
                 nursery.cancel_scope.cancel()
+            # The received keys of what these indexes have are on disk once the running ones have
+            # it, too. A crash before that would leave nothing that knows what to roll back.
+            if not await self._running_pipeline.drain():
+                return
             for member in list(self.members):
                 if member in self.members:
                     await self._work(member.file.mark_built)
@@ -222,10 +226,23 @@ class IndexBuilder:
         mark = Mark(consumer.position(partition))
         if isinstance(event, ChunkReceived):
             self._assembler.add_chunk(partition, event.chunk, mark)
+        elif isinstance(event, StreamAccepted) and self._has_lost(mark, event):
+            self._begin_again(partition)
+            self._scope.cancel()
         elif isinstance(event, SnapshotEnd | StreamAccepted):
             self._assembler.complete_snapshot(partition, mark)
         elif isinstance(event, RolledBack):
             self._begin_again(partition)
+
+    def _has_lost(self, stream_mark: Mark, event: StreamAccepted) -> bool:
+        """Whether an index that a stop or a crash has left ahead of the stream has changes that the
+        server has lost meanwhile: the server knows of the stream only, which need not go back."""
+        # A stream that begins at 0 does so because the partition is begun again already.
+        return stream_mark.seq > 0 and any(
+            mark.seq > stream_mark.seq
+            and not event.log.contains(mark.position.log.branch_of(mark.seq), mark.seq)
+            for mark in self._marks(event.partition)
+        )
 
     def _begin_again(self, partition: PartitionId) -> None:
         self._assembler.drop_partition(partition)
