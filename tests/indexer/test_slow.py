@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar, cast
@@ -13,7 +13,15 @@ import pytest
 import trio
 import trio.testing
 
-from tests.indexer.kit import a_server, an_indexer, by_brute_force, define, scan, until_ready
+from tests.indexer.kit import (
+    a_server,
+    an_indexer,
+    ask,
+    by_brute_force,
+    define,
+    scan,
+    until_ready,
+)
 from tests.kit.process import eventually
 from upr_protocol.client import ChunkReceived, Consumer, connect, consume, publisher
 from upr_protocol.ids import PartitionId
@@ -21,9 +29,10 @@ from upr_server.indexer import batch_queues
 from upr_server.indexer import indexer as indexer_module
 from upr_server.indexer.batch_queues import QUEUE_BATCHES_MAX, ROUND_BYTES
 from upr_server.indexer.builder import IndexBuilder
+from upr_server.indexer.entry_reader import EntryReader, EntrySelection
 from upr_server.indexer.freshness import ScanBarriers
 from upr_server.indexer.index_batch import BATCH_OVERHEAD_BYTES, IndexBatch
-from upr_server.indexer.index_file import EntrySource, IndexFile
+from upr_server.indexer.index_file import COUNT_STEP, EntrySource, IndexFile
 from upr_server.indexer.mark import NO_MARK
 from upr_server.indexer.pipeline import (
     AHEAD_ROUNDS,
@@ -35,6 +44,7 @@ from upr_server.indexer.pipeline import (
 from upr_server.indexer.pool import SCAN_BYTES, STREAM_SHARE, MemoryPool, OverloadedError
 from upr_server.indexer.pure.definition import IndexDefinition
 from upr_server.indexer.pure.extractor import Extractor
+from upr_server.indexer.query import Query
 from upr_server.indexer.slice_scanner import NotFreshError
 
 T = TypeVar("T")
@@ -689,3 +699,35 @@ async def test_a_barrier_waits_for_what_the_queues_hold_before_it() -> None:
         await returned.wait()
         assert pipeline.queued_batch_count == 0
         nursery.cancel_scope.cancel()
+
+
+async def test_a_count_that_nobody_waits_for_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A count of many entries takes minutes. A stop of the indexer waited for it, and clients that
+    gave up and asked again took one thread after the other."""
+    has_begun, may_go_on = trio.Event(), threading.Event()
+    counted = 0
+
+    def select(_reader: EntryReader, _selection: EntrySelection) -> Iterator[bytes]:
+        nonlocal counted
+        trio.from_thread.run_sync(has_begun.set)
+        may_go_on.wait()
+        for _ in range(3 * COUNT_STEP):
+            counted += 1
+            yield b""
+
+    async with (
+        a_server() as server,
+        connect(server.url("b")) as client,
+        an_indexer(server.url("b"), tmp_path) as indexer,
+    ):
+        await define(client, "d", {"n": BY_N})
+        await until_ready(indexer, "d/n")
+        monkeypatch.setattr(EntryReader, "select", select)
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(ask, indexer, "d/n", Query(count=True, prefix=[1]))
+            await has_begun.wait()
+            nursery.cancel_scope.cancel()
+            may_go_on.set()
+    assert counted == COUNT_STEP

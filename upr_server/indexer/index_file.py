@@ -15,8 +15,9 @@ from __future__ import annotations
 
 import secrets
 import shutil
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
+from itertools import islice
 from pathlib import Path
 from struct import Struct
 from typing import Any, Final, Literal, Protocol, Self
@@ -44,6 +45,9 @@ disk's own size is no bound here, as a disk may grow."""
 
 ENTRY_OVERHEAD_BYTES: Final = 48
 """What an entry that was read takes in memory beside its own bytes."""
+
+COUNT_STEP: Final = 10_000
+"""After so many entries a count looks whether anybody still waits for it: some 2 ms."""
 
 _Tree = Any
 """lmdb does not tell what its trees are called."""
@@ -511,9 +515,11 @@ class IndexView:
         count: bool = False,
         lowest: bool = False,
         highest: bool = False,
+        check_cancelled: Callable[[], None] = lambda: None,
     ) -> EntrySummary:
         """Finds out about entries without keeping them; see `scan`. To count takes O(entries), of
-        distinct beginnings O(beginnings * log), of the whole index O(1); the rest O(log)."""
+        distinct beginnings O(beginnings * log), of the whole index O(1); the rest O(log). A count
+        calls `check_cancelled` now and then, which raises if nobody waits for it any more."""
         ascending = attrs.evolve(selection, descending=False)
         descending = attrs.evolve(selection, descending=True)
         with _errors_of_index(self._path), self._transaction.cursor(self._main) as cursor:
@@ -522,7 +528,7 @@ class IndexView:
             if count and ascending == EntrySelection():
                 entry_count = self.entry_count()
             elif count:
-                entry_count = sum(1 for _ in reader.select(ascending))
+                entry_count = _count(reader.select(ascending), check_cancelled)
             lowest_entry = next(reader.select(ascending), None) if lowest else None
             highest_entry = next(reader.select(descending), None) if highest else None
         reading = ReadCounts(reader.searches, reader.entries_read)
@@ -561,6 +567,15 @@ class IndexView:
                 PartitionId(_PARTITION.unpack(key[1:])[0]): decode_timestamp(value)
                 for key, value in _between(self._transaction, self._meta, _MARK, _MARKS_END)
             }
+
+
+def _count(entries: Iterator[bytes], check_cancelled: Callable[[], None]) -> int:
+    """How many entries there are. O(entries)."""
+    total = 0
+    while count := sum(1 for _ in islice(entries, COUNT_STEP)):
+        total += count
+        check_cancelled()
+    return total
 
 
 def _unsettled_count(transaction: lmdb.Transaction[bytes], meta: _Tree) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
 from functools import partial
+from math import inf
 from typing import Final, TypeVar
 
 import msgspec
@@ -247,7 +248,9 @@ class Scanner:
 
         async def ask(holder: SliceHolder, moment: str) -> SliceAnswer:
             own_query = msgspec.structs.replace(query, moment=moment)
-            with trio.move_on_after(query.timeout_s + LATE_S):
+            # One in this process always answers, however many entries it counts.
+            limit_s = inf if holder.heard_at == inf else query.timeout_s + LATE_S
+            with trio.move_on_after(limit_s):
                 answer = await holder.scan(SliceScan(name, definition, own_query, bytes_max))
                 if answer.moment and not moment:
                     moments_to_release.append((holder, answer.moment))

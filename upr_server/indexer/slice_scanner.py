@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Mapping
-from contextlib import ExitStack, suppress
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
+from math import inf
 from typing import Any
 
 import msgspec
@@ -26,7 +27,7 @@ from upr_server.indexer.freshness import (
 )
 from upr_server.indexer.index_file import EntrySummary, IndexView, NotSettledError, ScanResult
 from upr_server.indexer.moments import Moment, Moments
-from upr_server.indexer.pipeline import Pipeline
+from upr_server.indexer.pipeline import Pipeline, check_cancelled
 from upr_server.indexer.pure.definition import IndexDefinition, IndexName
 from upr_server.indexer.query import LIMIT_DEFAULT
 from upr_server.indexer.short_scan import reads_little, selection_of
@@ -197,11 +198,12 @@ class SliceScanner:
         log = FreshnessLog()
         log.freshness = "moment"
         timeout_s = scan.query.timeout_s
-        with trio.move_on_after(timeout_s), index.reading():
+        with trio.move_on_after(timeout_s) as scope, index.reading():
             async with moment.reading() as view:
-                return await trio.to_thread.run_sync(
-                    partial(read_answer, view, scan, selection, log)
-                )
+                with _without_deadline(scope):
+                    return await trio.to_thread.run_sync(
+                        partial(read_answer, view, scan, selection, log, check_cancelled)
+                    )
         raise NotFreshError(
             f"others have read the moment {moment.token} for {timeout_s:g} s; ask again"
         )
@@ -227,7 +229,7 @@ class SliceScanner:
                 await self._wait_for_barrier(index, log)
                 check_histories(index.file, writes)
             with index.reading():
-                return await self._scan(index, scan, selection, writes, log)
+                return await self._scan(index, scan, selection, writes, log, scope)
         assert scope.cancelled_caught
         raise NotFreshError(
             f"the index {index.name} has not caught up after {query.timeout_s:g} s; ask again, or "
@@ -249,6 +251,7 @@ class SliceScanner:
         selection: EntrySelection,
         writes: RequiredWrites,
         log: FreshnessLog,
+        waits_scope: trio.CancelScope,
     ) -> tuple[SliceAnswer, IndexView]:
         if writes:
             log.freshness = "had_written"
@@ -265,7 +268,8 @@ class SliceScanner:
                     await trio.lowlevel.checkpoint()
                     answer, view = read()
                 else:
-                    answer, view = await trio.to_thread.run_sync(read)
+                    with _without_deadline(waits_scope):
+                        answer, view = await trio.to_thread.run_sync(read)
                 try:
                     # A failover may have undone a required change meanwhile.
                     has_writes(index.file, writes)
@@ -295,6 +299,17 @@ class SliceScanner:
         )
 
 
+@contextmanager
+def _without_deadline(scope: trio.CancelScope) -> Iterator[None]:
+    """Suspends the deadline of waits for as long as the context: reading may take longer. If the
+    scan is cancelled otherwise, the reading ends."""
+    deadline, scope.deadline = scope.deadline, inf
+    try:
+        yield
+    finally:
+        scope.deadline = deadline
+
+
 def _read_now(
     index: Index, scan: SliceScan, selection: EntrySelection, log: FreshnessLog
 ) -> tuple[SliceAnswer, IndexView]:
@@ -316,14 +331,18 @@ def _read_now(
         failure = view.failure()
         if failure:
             raise IndexFailedError(index.name, failure)
-        answer = read_answer(view, scan, selection, log)
+        answer = read_answer(view, scan, selection, log, check_cancelled)
         if scan.query.hold_s:
             stack.pop_all()
     return answer, view
 
 
 def read_answer(
-    view: IndexView, scan: SliceScan, selection: EntrySelection, log: FreshnessLog
+    view: IndexView,
+    scan: SliceScan,
+    selection: EntrySelection,
+    log: FreshnessLog,
+    check_cancelled: Callable[[], None] = lambda: None,
 ) -> SliceAnswer:
     """What an index has for a query at some moment. Blocks.
 
@@ -332,6 +351,7 @@ def read_answer(
         scan: The query.
         selection: Its entries.
         log: How the view is as fresh as asked.
+        check_cancelled: Called now and then where much is read; raises if nobody waits for it.
 
     Raises:
         IndexFileError: The index cannot be read.
@@ -341,7 +361,13 @@ def read_answer(
     fields: dict[str, Any] = {}
     result: ScanResult | EntrySummary
     if query.is_summary:
-        result = view.summarize(selection, count=query.count, lowest=query.min, highest=query.max)
+        result = view.summarize(
+            selection,
+            count=query.count,
+            lowest=query.min,
+            highest=query.max,
+            check_cancelled=check_cancelled,
+        )
         fields = {"count": result.count, "lowest": result.lowest, "highest": result.highest}
     else:
         result = view.scan(
