@@ -186,12 +186,13 @@ class Query(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
                     "are shorter",
                 )
             total += values
-        if total > KEY_VALUES_MAX:
-            raise QueryError(
-                "ranges",
-                f"the bounds have {total} values together, and may have {KEY_VALUES_MAX}; ask for "
-                "fewer ranges at a time",
-            )
+            if total > KEY_VALUES_MAX:
+                # Those that follow are not counted: a body has room for half a million.
+                raise QueryError(
+                    "ranges",
+                    f"the bounds have more than {KEY_VALUES_MAX} values together; ask for fewer "
+                    "ranges at a time",
+                )
 
     def _keys(self) -> Iterator[tuple[str, list[Any]]]:
         """The keys of all bounds, and their places."""
