@@ -31,11 +31,11 @@ from upr_protocol.failover import FailoverEntry, FailoverLog, Position
 from upr_protocol.ids import Cas, Durability, HistoryId, Operation, PartitionId, SeqNo
 from upr_server.indexer import builder as builder_module
 from upr_server.indexer.builder import IndexBuilder
-from upr_server.indexer.document_rows import DocumentRows
+from upr_server.indexer.document_rows import DocumentRows, RoundChanges
 from upr_server.indexer.entry_reader import EntrySelection
 from upr_server.indexer.index_batch import DocumentChange, IndexBatch
 from upr_server.indexer.index_file import IndexFile
-from upr_server.indexer.mark import Mark
+from upr_server.indexer.mark import NO_MARK, Mark
 from upr_server.indexer.pipeline import Pipeline, PipelineMember, worker_thread
 from upr_server.indexer.pool import MemoryPool
 from upr_server.indexer.stream import IndexerStream
@@ -400,3 +400,18 @@ async def test_an_index_is_complete_when_the_running_ones_have_what_it_has(tmp_p
             await eventually(lambda: file.is_built, "it was built")
             nursery.cancel_scope.cancel()
         file.close()
+
+
+async def test_a_partition_that_there_is_no_more_is_cleared(tmp_path: Path) -> None:
+    """The bucket was deleted and created again with fewer, while the index was being built."""
+    stream, file, gone = OtherStream(), IndexFile(tmp_path, BUCKET), PartitionId(1)
+    row = Mutation(Operation.SET, b"gone", b"0", SeqNo(1), Cas(1))
+    batch = IndexBatch(gone, at(ANOTHER, 1), [Chunk.build([row])])
+    file.apply_changes(RoundChanges([batch]), ByKey())
+    builder = builder_of(file, beside=stream, url="upr://127.0.0.1:1/b")
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(builder.run)
+        await eventually(lambda: file.mark(gone) == NO_MARK, "it was cleared")
+        nursery.cancel_scope.cancel()
+    assert not keys_of(file)
+    file.close()

@@ -8,18 +8,27 @@ from pathlib import Path
 import pytest
 import structlog
 
-from tests.indexer.kit import BUCKET, an_indexer, by_brute_force, define, scan, until_ready
+from tests.indexer.kit import (
+    BUCKET,
+    a_server,
+    an_indexer,
+    by_brute_force,
+    define,
+    scan,
+    until_ready,
+)
 from tests.indexer.test_oracle import World
 from tests.kit.process import eventually
 from tests.kit.server_group import running_servers
-from upr_protocol.client import Event, RollbackConsumer, Undone, WriteResult
+from upr_protocol.client import Event, RollbackConsumer, Undone, WriteResult, connect
 from upr_protocol.client.operator import fail_over
 from upr_protocol.client.rollback.received_keys_file import ReceivedKeysFile
+from upr_protocol.hashing import partition_of
 from upr_protocol.ids import Durability
 from upr_server.indexer.document_rows import RoundChanges
 from upr_server.indexer.freshness import WriteLostError
 from upr_server.indexer.index_file import EntrySource, IndexFile
-from upr_server.indexer.pure.definition import IndexDefinition
+from upr_server.indexer.pure.definition import IndexDefinition, design_key
 from upr_server.indexer.query import RequiredWrite
 
 BY_A = IndexDefinition(("a",))
@@ -133,6 +142,37 @@ async def test_an_index_that_is_being_built_begins_again(tmp_path: Path) -> None
         expected = by_brute_force(BY_A, await world.contents())
         assert len(expected) == 40
         assert await scan(world.indexer, "x/i", timeout_s=20) == expected
+
+
+async def test_partitions_that_a_new_bucket_of_the_name_has_not_are_cleared(
+    tmp_path: Path,
+) -> None:
+    """No stream comes of them. The documents would stay in the indexes, and the definitions, for
+    good."""
+    old_design = next(
+        name
+        for name in (f"old{number}" for number in range(100))
+        if partition_of(design_key(name), 4) == 3
+    )
+    async with (
+        a_server(partitions=4) as server,
+        connect(server.url(BUCKET)) as client,
+        an_indexer(server.url(BUCKET), tmp_path, slices=3) as indexer,
+    ):
+        await define(client, "x", {"i": BY_A})
+        await define(client, old_design, {"i": BY_A})
+        for index in range(20):
+            await client.set(f"old{index}", '{"a": 1}')
+        await until_ready(indexer, "x/i", f"{old_design}/i")
+        assert len(await scan(indexer, "x/i")) == 20
+    async with a_server(partitions=2) as server, connect(server.url(BUCKET)) as client:
+        await define(client, "x", {"i": BY_A})
+        await client.set("new", '{"a": 1}')
+        async with an_indexer(server.url(BUCKET), tmp_path, slices=3) as indexer:
+            parts = indexer.slices
+            await eventually(lambda: all(part.definitions.is_open for part in parts), "it runs")
+            assert await scan(indexer, "x/i") == [([1], "new")]
+            await eventually(lambda: len(indexer.designs.names()) == 1, "the other is dropped")
 
 
 async def test_a_partition_that_begins_again_drops_no_index(tmp_path: Path) -> None:

@@ -48,7 +48,13 @@ from upr_server.indexer.index_batch import BatchAssembler, IndexBatch
 from upr_server.indexer.mark import NO_MARK, Mark
 from upr_server.indexer.pipeline import BlockingRunner, Pipeline, PipelineMember
 from upr_server.indexer.pool import BUILD_SHARE, MemoryPool
-from upr_server.indexer.stream import STREAM_RETRY_S, IndexerStream, batch_bytes, common_state
+from upr_server.indexer.stream import (
+    STREAM_RETRY_S,
+    IndexerStream,
+    batch_bytes,
+    common_state,
+    superfluous_partitions,
+)
 
 log = structlog.get_logger(__name__)
 
@@ -161,8 +167,10 @@ class IndexBuilder:
 
     async def _prepare(self) -> None:
         """Learns the partitions. Builds a partition again if a crash has left the indexes in
-        different histories of it."""
+        different histories of it, and clears those that there are no more."""
         self._partitions = await self._stream.partitions()
+        for partition in superfluous_partitions(self.members, self._partitions):
+            self._begin_again(partition)
         for partition in self._partitions:
             histories = {mark.history_id for mark in self._marks(partition)}
             if len(histories) > 1:

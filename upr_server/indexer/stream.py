@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Final
 
 import structlog
@@ -68,6 +68,22 @@ def common_state(bucket: str, members: Iterable[PipelineMember]) -> ResumeState:
     """`common_marks` as a resume state."""
     marks = common_marks(members)
     return ResumeState(bucket, {partition: mark.position for partition, mark in marks.items()})
+
+
+def superfluous_partitions(
+    members: Iterable[PipelineMember], partitions: Collection[PartitionId]
+) -> list[PartitionId]:
+    """The partitions of which one of `members` has something, and which are none of `partitions`:
+    the bucket was deleted, and created again with fewer. No stream will ever take that back."""
+    known_partitions = frozenset(partitions)
+    return sorted(
+        {
+            partition
+            for member in members
+            for partition in member.file.marks.keys() - known_partitions
+            if member.file.mark(partition) != NO_MARK
+        }
+    )
 
 
 class _IndexedState:
@@ -179,6 +195,8 @@ class IndexerStream:
             async with connect(self._address, identity="upr-indexer") as client:
                 self._partitions = self._slice_id.partitions(client.partition_count)
             self._changed.notify()
+        for partition in superfluous_partitions(self._pipeline.members, self._partitions):
+            self._assembler.put_batch(IndexBatch(partition, NO_MARK, clears_partition=True))
         if not self._partitions:
             # There are more slices than partitions.
             await trio.sleep_forever()
