@@ -501,7 +501,7 @@ async def test_a_scan_of_ones_own_write_waits_for_its_partition_only(
         nursery.start_soon(pipeline.run)
         await trio.sleep(ROUND_S / 2)
         async with trio.open_nursery() as scans:
-            scans.start_soon(wait, "at_least", lambda: not pipeline.is_queued(own), own)
+            scans.start_soon(wait, "at_least", lambda: own not in pipeline.queued_partitions(), own)
             scans.start_soon(wait, "now", lambda: pipeline.has_applied(put_count))
         nursery.cancel_scope.cancel()
     # The round under way, and two of which half is the partition's.

@@ -82,12 +82,11 @@ class BatchQueues:
         """Whether one of the queues has no room. O(queues)."""
         return max(self._lengths) >= QUEUE_BATCHES_MAX
 
-    def has(self, partition: PartitionId) -> bool:
-        """Whether batches of a partition are not applied yet. O(batches of rounds under way)."""
-        is_in_round = any(
-            batch.partition == partition for items in self._rounds for _, batch in items
-        )
-        return is_in_round or partition in self._batches
+    def partitions(self) -> set[PartitionId]:
+        """The partitions of which batches are not applied yet. O(partitions + batches of rounds
+        under way)."""
+        in_rounds = {batch.partition for items in self._rounds for _, batch in items}
+        return in_rounds.union(self._batches)
 
     def has_applied(self, put_count: int, rounds: int = 0) -> bool:
         """Whether the first `put_count` batches that were put are applied, or in the oldest

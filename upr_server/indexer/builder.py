@@ -274,12 +274,13 @@ class IndexBuilder:
         if self._stream.is_rolling_back:
             return
         reached_marks = self._stream.reached_marks()
+        for partition in list(self._provisional_marks):
+            self._check_provisional(partition, reached_marks.get(partition, NO_MARK))
+        queued_partitions = self.pipeline.queued_partitions()
         for partition in self._partitions:
-            running_mark = reached_marks.get(partition, NO_MARK)
-            if partition in self._provisional_marks:
-                self._check_provisional(partition, running_mark)
-            if partition in self._joined_partitions or self.pipeline.is_queued(partition):
+            if partition in self._joined_partitions or partition in queued_partitions:
                 continue
+            running_mark = reached_marks.get(partition, NO_MARK)
             marks = self._marks(partition)
             if all(_may_join(mark, running_mark) for mark in marks):
                 self._joined_partitions.add(partition)

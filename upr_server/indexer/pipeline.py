@@ -170,9 +170,9 @@ class Pipeline:
         """Whether one of the queues has no room."""
         return self._queues.is_full
 
-    def is_queued(self, partition: PartitionId) -> bool:
-        """Whether batches of a partition are not applied yet."""
-        return self._queues.has(partition)
+    def queued_partitions(self) -> set[PartitionId]:
+        """The partitions of which batches are not applied yet. O(partitions + batches)."""
+        return self._queues.partitions()
 
     @property
     def queued_batch_count(self) -> int:
