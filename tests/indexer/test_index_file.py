@@ -280,6 +280,16 @@ def test_an_index_that_is_ahead_takes_nothing_twice(file: IndexFile) -> None:
     file.check_invariants()
 
 
+def test_marks_may_be_looked_through_while_others_are_committed(file: IndexFile) -> None:
+    """That is another thread. The indexer's status failed there, and a stream could end with it."""
+    apply(file, batch(0, whole(1), []), batch(1, whole(1), []))
+    partitions = iter(file.marks)
+    next(partitions)
+    apply(file, batch(2, whole(1), []))
+    assert list(partitions) == [1]
+    assert list(file.marks) == [0, 1, 2]
+
+
 def test_what_follows_a_rollback_in_the_same_commit_is_new(file: IndexFile) -> None:
     apply(file, batch(0, whole(9), [(9, b"k", b"lost")]))
     rollback = IndexBatch(PartitionId(0), whole(4), rollback_documents={b"k": b"kept"})

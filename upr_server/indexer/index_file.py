@@ -184,7 +184,8 @@ class IndexFile:
         bucket: The bucket whose documents are in it.
 
     Attributes:
-        marks: By partition, how far it is: what was committed last.
+        marks: By partition, how far it is: what was committed last. Another dictionary after each
+            commit.
         failure: Why entries are missing in it, so that it answers no scans; empty if none are.
         opening: Names this opening of the file; the file has the name, too.
 
@@ -283,7 +284,8 @@ class IndexFile:
             failure = source.failure
             if failure and not self.failure:
                 transaction.put(_FAILURE, failure.encode(), db=self._meta)
-        self.marks.update(marks)
+        # In place of the one before: the event loop may be looking through that.
+        self.marks = self.marks | marks
         self.failure = failure
         return changed
 
