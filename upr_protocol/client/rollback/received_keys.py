@@ -7,7 +7,7 @@ not here was received at or below the floor, or never.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Generator, Iterable, Mapping
 from typing import Final, Protocol
 
 import attrs
@@ -18,6 +18,9 @@ from upr_protocol.ids import HistoryId, PartitionId, SeqNo
 
 RECEIVED_KEY_BYTES: Final = 64
 """The assumed cost of an entry beside its key."""
+
+TRIM_STEP: Final = 1000
+"""How many keys a step of `ReceivedKeys.trim` looks at: some 1 ms."""
 
 
 @attrs.frozen
@@ -149,28 +152,26 @@ class ReceivedKeys:
         for key in list(self._versions.get(partition, {})):
             self._delete(partition, key)
 
-    def trim(self, droppable_seq: Callable[[PartitionId], SeqNo]) -> None:
+    def trim(self, droppable_seq: Callable[[PartitionId], SeqNo]) -> Generator[None, None, None]:
         """Drops the oldest keys if there are too many, but none above its partition's
         `droppable_seq`: the next accepted stream has to be compared with those.
 
-        Drops an eighth more than it must, so that it seldom has work. O(dropped and kept back).
+        Drops an eighth more than it must, so that it seldom has work. O(dropped and kept back), in
+        steps of `TRIM_STEP` keys; after each step the keys are as good as before it.
         """
         if not self.is_overfull:
             return
-        entries = len(self) - self._limits.entries * 7 // 8
-        nbytes = self._nbytes - self._limits.nbytes * 7 // 8
-        dropped_keys: list[tuple[PartitionId, bytes]] = []
-        for partition, key in self._order:
-            if entries <= 0 and nbytes <= 0:
-                break
-            seq = self._versions[partition][key].seq
-            if seq <= droppable_seq(partition):
-                self.raise_floor(partition, seq)
-                dropped_keys.append((partition, key))
-                entries -= 1
-                nbytes -= len(key) + RECEIVED_KEY_BYTES
-        for partition, key in dropped_keys:
-            self._delete(partition, key)
+        entries_max = self._limits.entries * 7 // 8
+        nbytes_max = self._limits.nbytes * 7 // 8
+        for place, (partition, key) in enumerate(list(self._order), 1):
+            if len(self) <= entries_max and self._nbytes <= nbytes_max:
+                return
+            version = self._versions[partition].get(key)
+            if version is not None and version.seq <= droppable_seq(partition):
+                self.raise_floor(partition, version.seq)
+                self._delete(partition, key)
+            if not place % TRIM_STEP:
+                yield
 
     def _set(self, partition: PartitionId, key: bytes, version: ReceivedVersion) -> None:
         versions = self._versions.setdefault(partition, {})

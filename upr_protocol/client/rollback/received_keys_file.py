@@ -19,6 +19,7 @@ from upr_protocol.client.rollback.received_keys import (
     ReceivedKeysLimits,
     ReceivedVersion,
 )
+from upr_protocol.concurrency import run_steps
 from upr_protocol.failover import FailoverLog
 from upr_protocol.ids import HistoryId, PartitionId, SeqNo
 
@@ -178,16 +179,17 @@ class ReceivedKeysFile:
     async def trim(self, droppable_seq: Callable[[PartitionId], SeqNo]) -> None:
         """Drops the oldest keys if there are too many; now and then rewrites the file. See
         `ReceivedKeys.trim`."""
-        self.keys.trim(droppable_seq)
+        await run_steps(self.keys.trim(droppable_seq))
         if self._file.nbytes > 2 * self._compacted_bytes + _GARBAGE_BYTES:
-            await trio.to_thread.run_sync(self._replace, list(self._compact()))
+            # The keys do not change meanwhile: who changes them waits for this.
+            await trio.to_thread.run_sync(self._rewrite)
             self._compacted_bytes = self._file.nbytes
         else:
             await trio.lowlevel.checkpoint()
 
-    def _replace(self, records: list[bytes]) -> None:
+    def _rewrite(self) -> None:
         with self._write_lock:
-            self._file.replace(records)
+            self._file.replace(self._compact())
 
     def _compact(self) -> Iterator[bytes]:
         yield self._header()
