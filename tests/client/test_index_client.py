@@ -172,6 +172,22 @@ def test_a_query_names_only_the_options_that_it_was_given() -> None:
     ]
 
 
+def test_of_many_changes_the_newest_of_each_history_are_named() -> None:
+    """The results of 20,000 writes would not fit into a request."""
+    written = [
+        WriteResult(PartitionId(number % 4), HistoryId(7 + number // 15_000), SeqNo(number), Cas(1))
+        for number in range(20_000)
+    ]
+    with a_node((200, PAGE)) as node, IndexClient(node.url) as client:
+        client.scan("d/i", consistency="at_least", written=reversed(written))
+    assert {
+        (change["partition"], change["history_id"], change["seq"])
+        for change in msgspec.json.decode(node.bodies[0])["written"]
+    } == {(n % 4, f"{7:016x}", n) for n in range(14_996, 15_000)} | {
+        (n % 4, f"{8:016x}", n) for n in range(19_996, 20_000)
+    }
+
+
 NOBODY = "http://127.0.0.1:1"
 PAGE = b'{"entries":[{"key":[1],"id":"a"}]}'
 MISSING = (503, refusal("slice_missing"))

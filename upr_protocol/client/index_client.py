@@ -338,13 +338,14 @@ class IndexClient:
         if "ranges" in options:
             query["ranges"] = [_range(bounds) for bounds in options["ranges"]]
         if "written" in options:
+            # An index that has a change has those before it. A request has room for 14,000.
+            newest: dict[tuple[int, int], int] = {}
+            for result in options["written"]:
+                history = result.partition, result.history_id
+                newest[history] = max(result.seq, newest.get(history, 0))
             query["written"] = [
-                {
-                    "partition": result.partition,
-                    "history_id": f"{result.history_id:016x}",
-                    "seq": result.seq,
-                }
-                for result in options["written"]
+                {"partition": partition, "history_id": f"{history_id:016x}", "seq": seq}
+                for (partition, history_id), seq in newest.items()
             ]
         return msgspec.json.encode(query)
 
