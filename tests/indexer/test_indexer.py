@@ -26,7 +26,9 @@ from upr_protocol.client import connect
 from upr_protocol.failover import Position
 from upr_protocol.ids import HistoryId, SeqNo
 from upr_server.indexer.definitions import NoIndexError
+from upr_server.indexer.document_rows import RoundChanges
 from upr_server.indexer.freshness import WriteLostError
+from upr_server.indexer.index_batch import IndexBatch
 from upr_server.indexer.index_file import IndexView
 from upr_server.indexer.mark import Mark
 from upr_server.indexer.pipeline import worker_thread
@@ -277,6 +279,42 @@ async def test_a_change_that_is_lost_during_the_scan_is_not_answered(
         required_writes = (RequiredWrite(answer.partition, f"{answer.history_id:x}", answer.seq),)
         with pytest.raises(WriteLostError):
             await scan(indexer, "d/city", consistency="at_least", written=required_writes)
+
+
+async def test_a_rollback_is_not_answered_before_its_mark_is_known(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The thread that commits notes the marks a moment after the commit: a scan that reads between
+    the two has an index without the required change, and a mark that says it is there."""
+    async with (
+        a_server() as server,
+        connect(server.url("b")) as client,
+        an_indexer(server.url("b"), tmp_path) as indexer,
+    ):
+        await define(client, "d", {"city": CITY})
+        answer = await client.set("k", '{"city": "a"}')
+        await until_ready(indexer, "d/city")
+        assert len(await scan(indexer, "d/city")) == 1
+        index = indexer.slices[0].definitions.find(name_of("d/city"))
+        file, source = index.file, index.pipeline_member(lambda: None).source
+        real_view = file.open_view
+
+        def view_before_the_mark(**options: Any) -> IndexView:
+            mark = file.mark(answer.partition)
+            log = mark.position.log.with_branch(HistoryId(99), SeqNo(answer.seq - 1))
+            batch = IndexBatch(
+                answer.partition,
+                Mark(Position(log, SeqNo(answer.seq - 1), SeqNo(answer.seq - 1))),
+                rollback_documents={b"k": None},
+            )
+            file.apply_changes(RoundChanges([batch]), source)
+            file.marks = {**file.marks, answer.partition: mark}
+            return real_view(**options)
+
+        monkeypatch.setattr(file, "open_view", view_before_the_mark)
+        written = (RequiredWrite(answer.partition, f"{answer.history_id:x}", answer.seq),)
+        with pytest.raises(NotFreshError):
+            await scan(indexer, "d/city", consistency="at_least", written=written, timeout_s=0.1)
 
 
 async def test_an_index_that_costs_too_much_fails_alone_and_is_named(

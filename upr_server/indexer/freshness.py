@@ -10,6 +10,7 @@ from upr_protocol.concurrency import Notifier
 from upr_protocol.errors import UprError
 from upr_protocol.ids import HistoryId, PartitionId, SeqNo
 from upr_server.indexer.index_file import IndexFile
+from upr_server.indexer.mark import NO_MARK, Mark
 from upr_server.indexer.pipeline import Pipeline
 
 
@@ -87,15 +88,19 @@ RequiredWrites = Mapping[PartitionId, tuple[HistoryId, SeqNo]]
 """By partition, the history and number of the newest change that a scan must see."""
 
 
-def has_writes(file: IndexFile, writes: RequiredWrites) -> bool:
+def has_writes(marks: Mapping[PartitionId, Mark], writes: RequiredWrites) -> bool:
     """Whether an index has these changes.
+
+    Args:
+        marks: How far the index is in each partition.
+        writes: The changes.
 
     Raises:
         WriteLostError: It never will have one of them.
     """
     has_all = True
     for partition, (history_id, seq) in writes.items():
-        mark = file.mark(partition)
+        mark = marks.get(partition, NO_MARK)
         if mark.has_lost(history_id, seq):
             raise WriteLostError(
                 f"change {seq} of partition {partition} is no longer part of the server's history: "

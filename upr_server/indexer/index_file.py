@@ -562,6 +562,11 @@ class IndexView:
         with _errors_of_index(self._path):
             return self._transaction.get(key, b"", db=self._meta)
 
+    def timestamp(self, partition: PartitionId) -> tuple[HistoryId, SeqNo]:
+        """How far a partition is. O(log partitions)."""
+        data = self._value(_MARK + _PARTITION.pack(partition))
+        return decode_timestamp(data) if data else (HistoryId(0), SeqNo(0))
+
     def timestamps(self) -> Timestamps:
         """How far each partition is. O(partitions)."""
         with _errors_of_index(self._path):

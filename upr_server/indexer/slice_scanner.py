@@ -20,12 +20,12 @@ from upr_server.indexer.explanation import FreshnessLog
 from upr_server.indexer.freshness import (
     RequiredWrites,
     ScanBarriers,
-    WriteLostError,
     check_histories,
     has_writes,
     knows_histories,
 )
 from upr_server.indexer.index_file import EntrySummary, IndexView, NotSettledError, ScanResult
+from upr_server.indexer.mark import NO_MARK
 from upr_server.indexer.moments import Moment, Moments
 from upr_server.indexer.pipeline import Pipeline, check_cancelled
 from upr_server.indexer.pure.definition import IndexDefinition, IndexName
@@ -255,28 +255,21 @@ class SliceScanner:
     ) -> tuple[SliceAnswer, IndexView]:
         if writes:
             log.freshness = "had_written"
-        if not has_writes(index.file, writes):
+        if not has_writes(index.file.marks, writes):
             log.freshness = "waited_for_written"
             with log.recorded_wait("written"):
-                await self._wait(index, partial(has_writes, index.file, writes), writes)
+                await self._wait(index, lambda: has_writes(index.file.marks, writes), writes)
         while index.is_defined:
             rounds = self._pipeline.round_count(index.file)
-            # Not settled: a snapshot is half applied. The next round may bring the rest.
+            # Not settled: a snapshot is half applied, or a failover has undone a required change
+            # meanwhile. The next round may bring the rest.
             with suppress(NotSettledError):
-                read = partial(_read_now, index, scan, selection, log)
+                read = partial(_read_now, index, scan, selection, writes, log)
                 if reads_little(scan):
                     await trio.lowlevel.checkpoint()
-                    answer, view = read()
-                else:
-                    with _without_deadline(waits_scope):
-                        answer, view = await trio.to_thread.run_sync(read)
-                try:
-                    # A failover may have undone a required change meanwhile.
-                    has_writes(index.file, writes)
-                except WriteLostError:
-                    view.close()
-                    raise
-                return answer, view
+                    return read()
+                with _without_deadline(waits_scope):
+                    return await trio.to_thread.run_sync(read)
             with log.recorded_wait("whole_snapshots"):
                 await self._wait(index, partial(self._has_applied_after, rounds, index))
         raise NoIndexError(f"the index {index.name} was dropped during the scan")
@@ -311,13 +304,18 @@ def _without_deadline(scope: trio.CancelScope) -> Iterator[None]:
 
 
 def _read_now(
-    index: Index, scan: SliceScan, selection: EntrySelection, log: FreshnessLog
+    index: Index,
+    scan: SliceScan,
+    selection: EntrySelection,
+    writes: RequiredWrites,
+    log: FreshnessLog,
 ) -> tuple[SliceAnswer, IndexView]:
     """Reads an index as it is now; see `read_answer`. The view is closed unless it is to be held.
 
     Raises:
         NotSettledError: The query asks for a state that the server had, and the index is between
-            two of them.
+            two of them; or it lacks a required change again.
+        WriteLostError: A failover has undone a required change meanwhile.
         IndexFailedError: The index was left out, perhaps while the scan waited.
         IndexFileError: The index cannot be read.
     """
@@ -331,10 +329,27 @@ def _read_now(
         failure = view.failure()
         if failure:
             raise IndexFailedError(index.name, failure)
+        _check_writes(index, view, writes)
         answer = read_answer(view, scan, selection, log, check_cancelled)
         if scan.query.hold_s:
             stack.pop_all()
     return answer, view
+
+
+def _check_writes(index: Index, view: IndexView, writes: RequiredWrites) -> None:
+    """Makes sure that required changes are in a view that was opened just now. O(changes).
+
+    Raises:
+        NotSettledError: One is not, or that cannot be told yet: a commit is there before its marks.
+        WriteLostError: One never will be.
+    """
+    marks = index.file.marks
+    has_all = has_writes(marks, writes)
+    for partition in writes:
+        mark = marks.get(partition, NO_MARK)
+        has_all = has_all and view.timestamp(partition) == (mark.history_id, mark.seq)
+    if not has_all:
+        raise NotSettledError
 
 
 def read_answer(
