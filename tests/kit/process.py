@@ -127,8 +127,17 @@ class ServerProcess:
     @property
     def anonymous_bytes(self) -> int:
         """Memory in use now by it and its processes for the disk, without mapped files."""
-        pids = (self.process.pid, *children_of(self.process.pid))
-        return sum(status_of(pid, "RssAnon") for pid in pids)
+        return self.own_anonymous_bytes + self.storage_anonymous_bytes
+
+    @property
+    def own_anonymous_bytes(self) -> int:
+        """The part of `anonymous_bytes` that is the server's own."""
+        return status_of(self.process.pid, "RssAnon")
+
+    @property
+    def storage_anonymous_bytes(self) -> int:
+        """The part of `anonymous_bytes` that its processes for the disk have."""
+        return sum(status_of(pid, "RssAnon") for pid in children_of(self.process.pid))
 
     @property
     def shared_bytes(self) -> int:

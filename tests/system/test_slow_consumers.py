@@ -2,8 +2,9 @@
 when they wake they end with everything.
 
 Real processes. The consumers stand still as a machine does that swaps or a debugger holds: their
-connections live, nobody reads. What is bounded is the anonymous memory of the server and of its
-processes for the disk together: the bucket's quota, a quarter more, and what an empty server takes.
+connections live, nobody reads. What is bounded is the anonymous memory, on top of what an empty
+server takes: that of the server by the bucket's quota and a quarter more, and that of its processes
+for the disk by what commits take.
 
 How fast the publisher was beside each is printed, to be seen with `-s`; it is no test.
 """
@@ -43,7 +44,9 @@ ROUND_MUTATIONS: Final = 64_000
 QUOTA_BYTES: Final = 256 * 1024 * 1024
 """Less than what comes while the consumers are stopped takes."""
 BOUND_BYTES: Final = QUOTA_BYTES + QUOTA_BYTES // 4
-"""What may come on top of the empty server."""
+"""What the server may take on top of the empty one."""
+STORAGE_BYTES: Final = 32 * 1024 * 1024
+"""What its processes for the disk may take on top of that, whatever the quota is."""
 
 ON_THEIR_WAY_BYTES: Final = 256 * 1024
 """And this for each consumer: a chunk on its way to it, which the quota does not count."""
@@ -109,10 +112,12 @@ async def load(sink: Publisher, first: int, end: int) -> None:
 
 @attrs.frozen
 class Town:
-    """A server with an empty bucket, somebody who watches it, and a publisher."""
+    """A server with an empty bucket, somebody who watches it and its processes for the disk, and a
+    publisher."""
 
     url: str
     watch: Watch
+    storage_watch: Watch
     sink: Publisher
 
     async def load(self, first: int, end: int, beside: str) -> None:
@@ -120,8 +125,13 @@ class Town:
         began = trio.current_time()
         await load(self.sink, first, end)
         rate = (end - first) / (trio.current_time() - began)
-        more = self.watch.more_bytes >> 20
-        print(f"\n{beside}: {rate:,.0f} mutations/s; {more} MiB more than empty")  # noqa: T201
+        print(f"\n{beside}: {rate:,.0f} mutations/s; {self.memory}")  # noqa: T201
+
+    @property
+    def memory(self) -> str:
+        """How much memory was taken at most."""
+        server, storage = self.watch.more_bytes >> 20, self.storage_watch.more_bytes >> 20
+        return f"server {server} and storage processes {storage} MiB more than empty"
 
     async def statistics(self) -> dict[str, Any]:
         """The bucket's figures."""
@@ -144,7 +154,7 @@ class Town:
         # They were dropped, and read from disk what memory had no room for.
         assert figures["snapshots"]["disk"] > 0
         assert await self.mutations() == COUNT
-        print(f"awake: {figures}; {self.watch.more_bytes >> 20} MiB more than empty")  # noqa: T201
+        print(f"awake: {figures}; {self.memory}")  # noqa: T201
 
 
 @asynccontextmanager
@@ -153,12 +163,16 @@ async def town(tmp_path: Path, consumer_count: int = 0) -> AsyncIterator[Town]:
     async with server_process("--log-level", "warning", data_dir=tmp_path / "data") as server:
         async with connect(server.url()) as client:
             await client.create_bucket(BUCKET, PARTITIONS, QUOTA_BYTES)
-        url, watch = server.url(BUCKET), Watch(lambda: server.anonymous_bytes)
+        url = server.url(BUCKET)
+        watch = Watch(lambda: server.own_anonymous_bytes)
+        storage_watch = Watch(lambda: server.storage_anonymous_bytes)
         async with trio.open_nursery() as nursery:
             nursery.start_soon(watch.run)
+            nursery.start_soon(storage_watch.run)
             async with publisher(url) as sink:
-                yield Town(url, watch, sink)
+                yield Town(url, watch, storage_watch, sink)
             nursery.cancel_scope.cancel()
+        assert storage_watch.more_bytes < STORAGE_BYTES
         assert watch.more_bytes < BOUND_BYTES + consumer_count * ON_THEIR_WAY_BYTES
 
 
