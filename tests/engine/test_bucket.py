@@ -160,6 +160,63 @@ def test_one_step_frees_a_bounded_number_of_snapshots() -> None:
     assert len(freed_counts) > 1
 
 
+def hold_mebibytes(bucket: Bucket, count: int) -> None:
+    """Each partition gets one snapshot of so many segments of 1 MiB, which the disk has."""
+    for partition in bucket.partitions:
+        put(partition, *(b"%d" % index for index in range(count)), value=bytes(1024 * 1024))
+        persist(partition)
+
+
+def collapse_steps(bucket: Bucket) -> int:
+    """How many steps it takes until there is nothing more to collapse."""
+    step_count = 0
+    while bucket.needs_collapse:
+        bucket.collapse_step()
+        bucket.check_invariants()
+        step_count += 1
+    return step_count
+
+
+def test_one_step_gives_back_a_bounded_number_of_bytes() -> None:
+    bucket = new_bucket(4)
+    hold_mebibytes(bucket, 9)
+    bucket.memory_policy.limit_bytes = 1
+    assert bucket.free_memory() is MemoryAction.FREE
+    assert [partition.snapshots.oldest_start for partition in bucket.partitions] == [0, 9, 9, 0]
+    bucket.check_invariants()
+
+
+def test_a_large_snapshot_is_freed_at_once_and_its_memory_given_back_in_steps() -> None:
+    bucket = new_bucket()
+    hold_mebibytes(bucket, 40)
+    assert bucket.partitions[0].manager.free_oldest()
+    assert bucket.memory.encoded == 0, "it does not count any more"
+    assert collapse_steps(bucket) == 2, "after 16 MiB that were given back at once"
+
+
+def test_the_memory_of_a_partition_that_begins_again_is_given_back_in_steps() -> None:
+    bucket = new_bucket()
+    hold_mebibytes(bucket, 40)
+    bucket.partitions[0].restart_at(SeqNo(40))
+    assert bucket.memory.encoded == 0
+    assert collapse_steps(bucket) == 3
+
+
+def test_the_memory_of_what_a_collapse_replaces_is_given_back_in_steps() -> None:
+    bucket = new_bucket()
+    hold_mebibytes(bucket, 20)
+    hold_mebibytes(bucket, 20)
+    while len(bucket.partitions[0].snapshots) > 2:
+        assert bucket.collapse_step()
+    assert collapse_steps(bucket) == 2, "after 16 of 40 MiB that were given back at once"
+
+
+def test_the_memory_of_a_deleted_bucket_is_given_back_in_steps() -> None:
+    bucket = new_bucket()
+    hold_mebibytes(bucket, 40)
+    assert len(list(bucket.release_partitions())) == 4
+
+
 def test_cursors_are_dropped_only_when_nothing_else_can_be_freed() -> None:
     bucket = small_bucket()
     partition = bucket.partitions[0]

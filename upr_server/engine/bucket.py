@@ -20,6 +20,7 @@ from upr_protocol.limits import BUCKET_NAME_BYTES_MAX, PARTITIONS_DEFAULT, PARTI
 from upr_server.engine.memory_account import MemoryAccount
 from upr_server.engine.memory_policy import QUOTA_BYTES_MIN, MemoryAction, MemoryPolicy
 from upr_server.engine.partition import Partition, PartitionImage
+from upr_server.engine.snapshots import RETURNED_BYTES
 
 QUOTA_BYTES_DEFAULT: Final = 1024 * 1024 * 1024
 
@@ -176,7 +177,7 @@ class Bucket:
         return None
 
     def release_partitions(self) -> Iterator[None]:
-        """The bucket was deleted: lets go of its partitions, one a step, so that their memory is
+        """The bucket was deleted: lets go of its partitions, in steps, so that their memory is
         freed once nobody else uses them. Who waits for replicas of one is told that they will not
         have it. The bucket has none from the first step on."""
         partitions, self.partitions = list(self.partitions), ()
@@ -184,7 +185,10 @@ class Bucket:
         self._collapsible.clear()
         while partitions:
             partition = partitions.pop()
-            partition.manager.stop_notifying()
+            manager = partition.manager
+            manager.stop_notifying()
+            while manager.free_oldest() or manager.snapshots.return_memory():
+                yield
             partition.replicas.clear()
             while partition.replicas.make_calls():
                 yield
@@ -268,13 +272,14 @@ class Bucket:
         return needed_collapse
 
     def _free_snapshots(self, _budget: int) -> bool:
-        freed_count = 0
+        freed_count, bytes_before = 0, self.memory.total
         for partition in self._from_next():
             if not partition.manager.free_oldest():
                 continue
             freed_count += 1
             is_short = self.memory_policy.is_short(self.memory)
-            if freed_count == FREED_SNAPSHOTS_MAX or not is_short:
+            freed_bytes = bytes_before - self.memory.total
+            if freed_count == FREED_SNAPSHOTS_MAX or freed_bytes >= RETURNED_BYTES or not is_short:
                 break
         return bool(freed_count)
 

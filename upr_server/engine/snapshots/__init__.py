@@ -21,7 +21,7 @@ from upr_server.engine.snapshots.document_list import (
 )
 from upr_server.engine.snapshots.manager import MutationManager, Registration
 from upr_server.engine.snapshots.open_snapshot import EvaluatedArray
-from upr_server.engine.snapshots.snapshot_list import NotInMemory, SnapshotList
+from upr_server.engine.snapshots.snapshot_list import RETURNED_BYTES, NotInMemory, SnapshotList
 
 __all__ = [
     "ARRAY_BYTES_MAX",
@@ -30,6 +30,7 @@ __all__ = [
     "LARGE_VALUE_BYTES",
     "PUBLISHED_BYTES_MIN",
     "PUBLISHED_MUTATIONS_MIN",
+    "RETURNED_BYTES",
     "BackfillNeeded",
     "Cursor",
     "CursorItem",

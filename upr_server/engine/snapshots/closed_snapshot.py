@@ -14,6 +14,7 @@ from upr_server.engine.snapshots.document_arrays import DocumentArray
 from upr_server.engine.snapshots.segment import (
     SEGMENT_BYTES,
     SEGMENT_COUNTERS_MAX,
+    FreedMemory,
     Segment,
     segments_of,
 )
@@ -102,10 +103,14 @@ class ClosedSnapshot:
         """
         return self._segments[bisect_left(self._segments, seq, key=_END)].find(seq)
 
-    def free(self) -> None:
-        """Lets go of its memory; it must not be read any more."""
-        for segment in self._segments:
-            segment.free()
+    def free(self) -> list[FreedMemory]:
+        """Lets go of what it holds, which counts no more; it must not be read any more.
+        O(segments).
+
+        Returns:
+            What it held. The memory is free once the caller lets go of it, too.
+        """
+        return [segment.free() for segment in self._segments]
 
     def recount(self, memory: MemoryAccount) -> None:
         """Adds what it holds to `memory`. O(segments)."""

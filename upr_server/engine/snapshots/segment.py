@@ -10,7 +10,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Sequence
 from operator import attrgetter
-from typing import Final, cast
+from typing import Final, NamedTuple, cast
 
 from upr_kernel import gather
 from upr_protocol.chunk import Chunk, Mutation
@@ -29,6 +29,18 @@ SEGMENT_COUNTERS_MAX: Final = 1024
 _SEQ: Final = attrgetter("seq")
 _FIRST: Final = attrgetter("first_seq")
 _LAST: Final = attrgetter("last_seq")
+
+
+class FreedMemory(NamedTuple):
+    """What a segment held.
+
+    Attributes:
+        nbytes: About how many bytes it takes.
+        content: What takes them.
+    """
+
+    nbytes: int
+    content: object
 
 
 class Segment:
@@ -76,19 +88,28 @@ class Segment:
             self._memory.encoded += chunk.nbytes
         return chunk
 
-    def free(self) -> None:
-        """Lets go of what it holds."""
-        memory = self._memory
+    def free(self) -> FreedMemory:
+        """Lets go of what it holds, which counts no more. Its memory is free once the caller lets
+        go of it, too."""
+        memory, nbytes = self._memory, 0
+        content: object = self._chunk
         if self._chunk is not None:
-            memory.encoded -= self._chunk.nbytes
+            nbytes = self._chunk.nbytes
+            memory.encoded -= nbytes
             self._chunk = None
+        else:
+            content = self._arrays, self._counters
         for array in self._arrays:
+            nbytes += array.nbytes
             array.holder_count -= 1
             if not array.holder_count:
                 memory.arrays -= array.nbytes
         if self._counters:
-            memory.counters -= sum(map(counter_bytes, self._counters))
+            counters_bytes = sum(map(counter_bytes, self._counters))
+            memory.counters -= counters_bytes
+            nbytes += counters_bytes
         self._arrays = self._counters = ()
+        return FreedMemory(nbytes, content)
 
     def peek(self) -> Chunk:
         """The segment, encoded, without keeping it. O(mutations) if no cursor has read it."""

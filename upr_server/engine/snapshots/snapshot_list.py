@@ -14,7 +14,15 @@ from upr_protocol.ids import SeqNo
 from upr_server.engine.memory_account import MemoryAccount
 from upr_server.engine.snapshots.closed_snapshot import ClosedSnapshot
 from upr_server.engine.snapshots.open_snapshot import OpenSnapshot
+from upr_server.engine.snapshots.segment import FreedMemory
 from upr_server.engine.snapshots.snapshot_entry import SnapshotEntry
+
+RETURNED_BYTES: Final = 16 * 1024 * 1024
+"""Memory of freed snapshots that one step gives back: a chunk of 512 KiB takes 32 µs, as its pages
+go back to the system, and a GiB of them 65 ms."""
+
+RETURNED_BYTES_MIN: Final = 16 * 1024
+"""What the smallest part of a snapshot counts as."""
 
 _START: Final = attrgetter("start")
 
@@ -60,6 +68,7 @@ class SnapshotList(Generic[CursorT]):
     """
 
     __slots__ = (
+        "_freed_memory",
         "_memory",
         "_resuming_in_open",
         "_waiting_cursors",
@@ -86,6 +95,8 @@ class SnapshotList(Generic[CursorT]):
         self._waiting_cursors: dict[CursorT, None] = {}
         # Those that resume inside the open snapshot: when it is closed, some have all of it.
         self._resuming_in_open: dict[CursorT, None] = {}
+        # What freed snapshots held, and is still to be given back.
+        self._freed_memory: list[FreedMemory] = []
 
     def __len__(self) -> int:
         """Snapshots, with the open one."""
@@ -196,6 +207,7 @@ class SnapshotList(Generic[CursorT]):
 
     def free_oldest(self) -> SnapshotEntry | None:
         """Frees the oldest snapshot, if it is closed and no cursor stands there. O(its segments).
+        Much memory is given back by `return_memory`.
 
         The disk has it: its own cursor has passed.
 
@@ -205,18 +217,45 @@ class SnapshotList(Generic[CursorT]):
         if not self.can_free:
             return None
         entry = self.entries.pop(0)
-        self.close(entry).free()
+        self._free([entry])
         return entry
 
+    def _free(self, entries: Sequence[SnapshotEntry]) -> None:
+        """Frees closed snapshots, and gives back little memory at once."""
+        has_waited = self.has_freed_memory
+        for entry in entries:
+            self._freed_memory += self.close(entry).free()
+        # In one step snapshots of many partitions may be freed: what waited goes on waiting.
+        if not has_waited:
+            self.return_memory()
+
+    @property
+    def has_freed_memory(self) -> bool:
+        """Whether `return_memory` has something to do. O(1)."""
+        return bool(self._freed_memory)
+
+    def return_memory(self) -> bool:
+        """Goes on giving back the memory of freed snapshots, about `RETURNED_BYTES` of it. It does
+        not count any more.
+
+        Returns:
+            Whether there was any.
+        """
+        freed_memory, nbytes = self._freed_memory, 0
+        while freed_memory and nbytes < RETURNED_BYTES:
+            nbytes += max(freed_memory.pop().nbytes, RETURNED_BYTES_MIN)
+        return nbytes > 0
+
     def restart_at(self, seq: SeqNo) -> SnapshotEntry:
-        """Lets go of all snapshots: the disk has what there is up to `seq`. O(segments).
+        """Lets go of all snapshots: the disk has what there is up to `seq`. O(segments). Their
+        memory is given back by `return_memory`.
 
         Returns:
             The only entry, with an empty open snapshot.
         """
         for entry in self.entries:
             if isinstance(entry.snapshot, ClosedSnapshot):
-                entry.snapshot.free()
+                self._freed_memory += entry.snapshot.free()
         self.open = OpenSnapshot(seq, self.open.rows, self._memory)
         self.entries = [SnapshotEntry(self.open)]
         self.persisted_seq = seq
@@ -235,9 +274,9 @@ class SnapshotList(Generic[CursorT]):
         )
 
     def replace(self, run: Sequence[SnapshotEntry], merged_snapshot: ClosedSnapshot) -> None:
-        """Puts one snapshot in the first entry of `run`, and removes the others."""
-        for entry in run:
-            self.close(entry).free()
+        """Puts one snapshot in the first entry of `run`, and removes the others. Much memory is
+        given back by `return_memory`."""
+        self._free(run)
         first_entry = run[0]
         first_entry.snapshot = merged_snapshot
         first_entry.next_entry = run[-1].next_entry
