@@ -9,11 +9,13 @@ from tests.engine.helpers import (
     free,
     items,
     new_partition,
+    persist,
     put,
     read,
     send,
     transcript,
 )
+from tests.kit.calls import calls_of
 from upr_protocol.chunk import Chunk, CounterDelta, Mutation
 from upr_protocol.ids import Operation, SeqNo, SnapshotKind
 from upr_server.engine import BackfillNeeded, NotInMemory, SnapshotEndItem, SnapshotStartItem
@@ -322,6 +324,16 @@ def test_what_comes_from_disk_reaches_to_its_end_even_if_memory_begins_before() 
     assert transcript(items(registration.cursor)) == "(3,4] d@4 ."
     assert read(partition, 1) == "(1,2] b@2 . (2,3] c@3 . (3,4] d@4 ."
     partition.check_invariants()
+
+
+def test_no_cursor_is_looked_at_while_the_disk_needs_the_oldest_snapshot() -> None:
+    partition = new_partition()
+    manager = partition.manager
+    put(partition, b"a")
+    cursors = [cursor_at(partition) for _ in range(100)]
+    assert calls_of(manager.droppable_cursors) < 10
+    persist(partition)
+    assert manager.droppable_cursors() == cursors
 
 
 def test_the_cursors_furthest_back_are_dropped_first_and_the_disks_never() -> None:

@@ -185,7 +185,12 @@ class MutationManager:
         return cursor.is_droppable and cursor in self.snapshots.cursors and is_behind_disk
 
     def droppable_cursors(self) -> list[Cursor]:
-        """The cursors that may be dropped and stand furthest back. O(cursors)."""
+        """The cursors that may be dropped and stand furthest back. O(cursors), and O(1) where the
+        disk needs the oldest snapshot."""
+        if self.persistence.oldest_entry is self.snapshots.entries[0]:
+            # None is behind the disk. While that is slow, every partition of a bucket is asked in
+            # one step, and 200 consumers have 200,000 cursors there.
+            return []
         # Only these: while any of them stays, dropping a cursor further on frees nothing.
         cursors = [cursor for cursor in self.snapshots.cursors if self.may_drop(cursor)]
         oldest = min((cursor.oldest_entry.start for cursor in cursors), default=0)
