@@ -9,14 +9,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.kit.calls import calls_of
 from tests.storage.log_model import chunk_of, record_of, row
 from upr_protocol.chunk import Mutation
-from upr_protocol.ids import Operation, SeqNo
+from upr_protocol.ids import Cas, Operation, SeqNo
 from upr_server.engine import FetchRequest, is_damaged
 from upr_server.storage.chunk_log import ChunkLog, PartitionWrite
 from upr_server.storage.compaction import Compaction
 from upr_server.storage.errors import CorruptionError
-from upr_server.storage.key_index import KeyIndex
+from upr_server.storage.key_index import FIND_BYTES_MAX, FIND_KEYS, KeyIndex
 from upr_server.storage.ordered_map import OrderedMap
 from upr_server.storage.records import BucketRecord, chunk_key, expiry_key, index_entry_key
 from upr_server.storage.simulated_disk import SimulatedDisk
@@ -112,6 +113,37 @@ def test_an_answer_that_is_too_large_has_the_first_items(logged_index: LoggedInd
     wants = [FetchRequest(key, 0, needs_value=True) for key in (b"d", b"none", b"a", b"b")]
     assert logged_index.index.find_items(0, wants, bytes_max=1) == [rows[3], None]
     assert logged_index.index.find_items(0, wants[2:], bytes_max=1) == [rows[0]]
+
+
+def test_an_answer_is_no_more_than_one_step_of_the_server_takes_in(
+    logged_index: LoggedIndex,
+) -> None:
+    value = bytes(256 * 1024)
+    keys = [b"%02d" % index for index in range(1, 40)]
+    logged_index.commit(
+        [Mutation(Operation.SET, key, value, SeqNo(int(key)), Cas(int(key))) for key in keys]
+    )
+    logged_index.follow()
+    items = logged_index.find(*keys)
+    assert [item.key for item in items if item is not None] == keys[:8]
+    assert FIND_BYTES_MAX // len(value) == 8
+
+
+def test_what_an_answer_has_no_room_for_is_not_looked_up(
+    disks: tuple[LoggedIndex, SimulatedDisk, SimulatedDisk],
+) -> None:
+    logged_index, _, _ = disks
+    keys = [b"%04d" % index for index in range(4 * FIND_KEYS)]
+    logged_index.commit(sets(*keys))
+    logged_index.follow()
+    wants = [FetchRequest(key, 0, needs_value=True) for key in keys]
+
+    def find(count: int) -> int:
+        return calls_of(lambda: logged_index.index.find_items(0, wants[:count], bytes_max=1))
+
+    assert find(len(keys)) < 1.1 * find(FIND_KEYS)
+    items = logged_index.index.find_items(0, wants)
+    assert [item.key for item in items if item is not None] == keys
 
 
 def test_an_item_expires_once_and_not_when_it_was_overwritten(logged_index: LoggedIndex) -> None:

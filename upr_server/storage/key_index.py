@@ -42,8 +42,14 @@ from upr_server.storage.records import (
 READ_BYTES_MAX: Final = 8 * 1024 * 1024
 """What one step of `follow_log` reads of the log at most."""
 
-FIND_BYTES_MAX: Final = 32 * 1024 * 1024
-"""About how large one answer of `find_items` may become."""
+FIND_BYTES_MAX: Final = 2 * 1024 * 1024
+"""About how large one answer of `find_items` may become. The server takes the items out of the
+pipe's message in one step: 1.5 ms for so much of 8 KiB each, and 18 ms for 32 MiB of 128 KiB each.
+Whoever needs more asks again; an answer to a `Get` has 1 MiB."""
+
+FIND_KEYS: Final = 256
+"""Keys that are looked up in the index at a time. Those that the answer has no room for are asked
+for again, and need no look-up now."""
 
 CHUNK_BYTES: Final = 128
 """About what a chunk takes on disk beside its mutations. It counts as garbage, so that partitions
@@ -283,6 +289,22 @@ class KeyIndex:
             CorruptionError: The index is that of an earlier commit, as one flipped bit in a meta
                 page of LMDB makes it; or the watermark is damaged.
         """
+        items: list[Mutation | None] = []
+        for begin in range(0, len(requests), FIND_KEYS):
+            block = requests[begin : begin + FIND_KEYS]
+            block_items = self._find_block(partition, block, indexed_seq, bytes_max)
+            items += block_items
+            bytes_max -= sum(
+                [len(item.key) + len(item.value) for item in block_items if item is not None]
+            )
+            if len(block_items) < len(block) or bytes_max <= 0:
+                break
+        return items
+
+    def _find_block(
+        self, partition: int, requests: Sequence[FetchRequest], indexed_seq: int, bytes_max: int
+    ) -> list[Mutation | None]:
+        """What `find_items` does, for some of its keys."""
         entries = self._entries_of(partition, requests, indexed_seq)
         while True:
             items = self._items_of(partition, requests, entries, bytes_max)
