@@ -38,7 +38,7 @@ from upr_protocol.limits import LEASES_MAX
 from upr_protocol.transport import dial_tcp
 from upr_server.app import Server, running_server
 from upr_server.config import BucketConfig, ServerConfig
-from upr_server.storage import bucket_storage
+from upr_server.storage import bucket_storage, calls
 from upr_server.storage.online import leases
 from upr_server.storage.simulated import SimulatedDirectory, SimulatedStore
 
@@ -203,6 +203,19 @@ async def test_a_leased_range_reads_the_same_each_time(server: Server) -> None:
         with pytest.raises(ServerError) as refusal:
             await read(server, 7, ends)
         assert refusal.value.status is Status.RANGE_GONE
+
+
+async def test_a_lease_of_a_long_log_is_measured_in_pieces(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Other reads of the disk come in between."""
+    async with connect(server.url("b")) as client:
+        await write(client, 1, 2, 3)
+        whole = await client.acquire_lease(ALL, time_to_live_s=60, owner="me", lease_id=7)
+        monkeypatch.setattr(calls, "MEASURED_CHUNKS_MAX", 1)
+        pieces = await client.acquire_lease(ALL, time_to_live_s=60, owner="me", lease_id=7)
+    assert pieces == whole
+    assert sum(r.nbytes for r in whole.ranges) > 3 * len(KEYS) * len(KEYS[0])
 
 
 async def test_a_leased_range_is_complete_though_deletions_were_removed(server: Server) -> None:

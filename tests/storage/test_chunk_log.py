@@ -113,6 +113,63 @@ def test_committed_mutations_are_read_between_any_two_numbers(
         assert log.find_mutations(index, [row.seq for row in picked], PLENTY) == picked
 
 
+@settings(max_examples=60)
+@given(commits=COMMITS, chunks_max=st.integers(1, 5), data=st.data())
+def test_ranges_measured_in_pieces_have_the_sizes_of_their_chunks(
+    commits: list[dict[int, list[tuple[int, int]]]], chunks_max: int, data: st.DataObject
+) -> None:
+    log = created(SimulatedDisk())
+    chunks: list[list[Chunk]] = [[] for _ in range(PARTITIONS)]
+    for commit in commits:
+        writes = []
+        for partition, shapes in commit.items():
+            for count, skipped in shapes:
+                start = chunks[partition][-1].end if chunks[partition] else 0
+                chunks[partition].append(some_chunk(start, count, skipped))
+            new_chunks = chunks[partition][len(chunks[partition]) - len(shapes) :]
+            if new_chunks:
+                writes.append(write(partition, *new_chunks))
+        log.commit(writes)
+    ranges: list[tuple[int, int, int]] = []
+    sizes: list[int] = []
+    for partition in data.draw(st.lists(st.integers(0, PARTITIONS - 1), max_size=4)):
+        boundaries = [0, *(chunk.end for chunk in chunks[partition])]
+        start, end = sorted(data.draw(st.tuples(*[st.sampled_from(boundaries)] * 2)))
+        ranges.append((partition, start, end))
+        sizes.append(
+            sum(
+                chunk.nbytes + STORED_OVERHEAD_BYTES
+                for chunk in chunks[partition]
+                if start < chunk.end <= end
+            )
+        )
+    measured = [0] * len(ranges)
+    index = 0
+    first_start: int | None = None
+    while index < len(ranges):
+        partition, start, end = ranges[index]
+        rest = [(partition, start if first_start is None else first_start, end)]
+        parts = log.measure_ranges(rest + ranges[index + 1 :], chunks_max)
+        assert parts, "each call comes further"
+        for nbytes, counted_through in parts:
+            measured[index] += nbytes
+            is_whole = counted_through == ranges[index][2]
+            first_start = None if is_whole else counted_through
+            index += is_whole
+    assert measured == sizes
+
+
+def test_a_chunk_that_reaches_beyond_a_range_counts_in_part(log: ChunkLog) -> None:
+    chunk = some_chunk(0, 10)
+    log.commit([write(0, chunk)])
+    nbytes = chunk.nbytes + STORED_OVERHEAD_BYTES
+    assert log.measure_ranges([(0, 0, 5), (0, 0, 10), (1, 0, 7)], 9) == [
+        (nbytes // 2, 5),
+        (nbytes, 10),
+        (0, 7),
+    ]
+
+
 @settings(max_examples=200)
 @given(commits=COMMITS, compacted=st.sets(st.integers(0, 60)), cas=st.integers(0, 700))
 def test_the_number_before_a_cas_parts_the_mutations_by_it(

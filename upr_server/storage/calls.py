@@ -7,7 +7,7 @@ the server's own loop over simulated disks. To add one, write a subclass here an
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any, ClassVar, Generic, TypeVar, get_args
+from typing import Any, ClassVar, Final, Generic, TypeVar, get_args
 
 import msgspec
 
@@ -394,15 +394,21 @@ class ReadChunks(BucketCall[list[Chunk]], frozen=True):
         )
 
 
-class MeasureRanges(BucketCall[list[int]], frozen=True):
-    """The bytes of the chunks in each (partition, start, end]."""
+MEASURED_CHUNKS_MAX: Final = 4096
+"""Chunks that one `MeasureRanges` looks at: 2 ms, for which other reads wait. A log may have
+millions."""
+
+
+class MeasureRanges(BucketCall[list[tuple[int, SeqNo]]], frozen=True):
+    """The bytes of the chunks in each (partition, start, end], for as many of the ranges as come to
+    a bounded number of chunks. `ChunkLog.measure_ranges` describes the answer."""
 
     is_read: ClassVar[bool] = True
 
     ranges: Sequence[tuple[int, int, int]]
 
-    def run(self, bucket: BucketStorage) -> list[int]:
-        return bucket.log.measure_ranges(self.ranges)
+    def run(self, bucket: BucketStorage) -> list[tuple[int, SeqNo]]:
+        return bucket.log.measure_ranges(self.ranges, MEASURED_CHUNKS_MAX)
 
 
 class ItemsFound(msgspec.Struct, frozen=True):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Sequence
+from itertools import islice
 from typing import Final, cast
 
 import msgspec
@@ -623,26 +624,45 @@ class ChunkLog:
                     break
         return mutations
 
-    def measure_ranges(self, ranges: Iterable[tuple[int, int, int]]) -> list[int]:
+    def measure_ranges(
+        self, ranges: Iterable[tuple[int, int, int]], chunks_max: int
+    ) -> list[tuple[int, SeqNo]]:
         """About how many bytes the chunks in each (partition, start, end] have. A chunk that
-        reaches beyond the range counts by the share of its sequence numbers. O(chunks)."""
-        sizes = []
+        reaches beyond the range counts by the share of its sequence numbers.
+
+        Args:
+            ranges: The ranges.
+            chunks_max: How many chunks to look at, 1 or more.
+
+        Returns:
+            For each of the first ranges the bytes, and the number up to which they were counted:
+            its end, but for the last one perhaps a lower number, from which to go on.
+        """
+        sizes: list[tuple[int, SeqNo]] = []
         with self.ordered_map.read() as transaction:
             for partition, start, end in ranges:
                 nbytes, counted_through = 0, start
                 last_key = chunk_key(partition, SEQS_END)
-                for key, value in transaction.scan(chunk_key(partition, start + 1), last_key):
+                scan = transaction.scan(chunk_key(partition, start + 1), last_key)
+                for key, value in islice(scan, chunks_max):
+                    chunks_max -= 1
                     _, through = parse_chunk_key(key)
                     if through > end:
-                        nbytes += (
-                            len(value) * (end - counted_through) // (through - counted_through)
-                        )
+                        share = end - counted_through, through - counted_through
+                        nbytes += len(value) * share[0] // share[1]
+                        counted_through = end
                         break
                     nbytes += len(value)
                     counted_through = through
                     if counted_through >= end:
                         break
-                sizes.append(nbytes)
+                else:
+                    if chunks_max:
+                        # There are no more chunks.
+                        counted_through = end
+                sizes.append((nbytes, SeqNo(counted_through)))
+                if not chunks_max:
+                    break
         return sizes
 
     def chunk_bytes(self) -> dict[int, int]:

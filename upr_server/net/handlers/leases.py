@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import Final
 
@@ -11,6 +12,7 @@ from upr_protocol.ids import PartitionId
 from upr_protocol.wire import Lease, LeaseAction, LeaseReply
 from upr_server.net.request_context import RequestContext
 from upr_server.storage.calls import MeasureRanges
+from upr_server.storage.online.bucket_disk import BucketDisk
 from upr_server.storage.records import LeaseRecord
 
 RANGE_BYTES: Final = 160
@@ -59,7 +61,7 @@ def lease(context: RequestContext, request: Lease) -> None:
                 else usage.acquiring_lease(disk.bucket.name, request.lease_id, context.time())
             ):
                 granted = await grant()
-        sizes = await disk.ask(MeasureRanges(disk.bucket.name, granted.ranges))
+        sizes = await _sizes(disk, granted.ranges)
         ranges = tuple(
             (
                 partition_number,
@@ -76,3 +78,25 @@ def lease(context: RequestContext, request: Lease) -> None:
 
     # One at a time: each is a commit by the bucket's one writer, and others wait for that too.
     context.reply_in_order(request, answer, RANGE_BYTES * len(request.ranges))
+
+
+async def _sizes(disk: BucketDisk, ranges: Sequence[tuple[int, int, int]]) -> list[int]:
+    """About how many bytes each (partition, start, end] has on disk. Other reads come in between.
+
+    Raises:
+        ServerError: `NO_BUCKET`: the bucket was deleted meanwhile.
+        StorageError: The disk cannot tell.
+    """
+    sizes: list[int] = []
+    rest, nbytes_before = list(ranges), 0
+    while rest:
+        parts = await disk.ask(MeasureRanges(disk.bucket.name, rest))
+        for nbytes, counted_through in parts:
+            partition, _, end = rest.pop(0)
+            if counted_through < end:
+                rest.insert(0, (partition, counted_through, end))
+                nbytes_before += nbytes
+            else:
+                sizes.append(nbytes_before + nbytes)
+                nbytes_before = 0
+    return sizes
