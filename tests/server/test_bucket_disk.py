@@ -427,6 +427,25 @@ async def test_a_bucket_is_deleted_just_as_it_has_something_to_collapse(
         nursery.cancel_scope.cancel()
 
 
+async def test_buckets_take_turns_at_collapsing(autojump_clock: trio.testing.MockClock) -> None:
+    async with serving(SimulatedStore(), 20) as server, trio.open_nursery() as nursery:
+        await server.catalog.create_bucket("other", 1, 64 * 1024 * 1024)
+        (other,) = server.catalog.bucket("other").partitions
+        for partition in (*server.catalog.bucket(BUCKET).partitions, other):
+            partition.manager.register("slow", SeqNo(0))
+            for _ in range(8):
+                put(partition, b"k")
+                read(partition)
+            assert partition.manager.needs_collapse
+        steps = StepCounter()
+        server.upkeep.call_after_step(steps.count_step)
+        nursery.start_soon(server.upkeep.run_collapsing)
+        while other.manager.needs_collapse:
+            await trio.lowlevel.checkpoint()
+        assert steps.count < 5, "the first bucket has 20 partitions to collapse"
+        nursery.cancel_scope.cancel()
+
+
 async def test_a_reader_that_leaves_as_soon_as_it_has_come_leaves_nothing_behind(
     autojump_clock: trio.testing.MockClock,
 ) -> None:

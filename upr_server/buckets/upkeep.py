@@ -103,8 +103,10 @@ class Upkeep:
             while not self._collapsible:
                 await self._collapse_wanted.wait()
             bucket = next(iter(self._collapsible))
-            if not bucket.collapse_step(COLLAPSE_MUTATIONS):
-                del self._collapsible[bucket]
+            del self._collapsible[bucket]
+            if bucket.collapse_step(COLLAPSE_MUTATIONS):
+                # At the end: one that always has something to collapse lets the others have turns.
+                self._collapsible[bucket] = None
             self._end_step()
             await trio.lowlevel.checkpoint()
 
