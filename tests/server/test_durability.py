@@ -479,6 +479,20 @@ async def test_commits_wait_for_an_index_that_is_far_behind_and_moves(
         store.released.set()
 
 
+async def test_commits_do_not_wait_for_what_stays_unindexed_to_be_undone(
+    autojump_clock: trio.testing.MockClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(flusher, "UNINDEXED_MAX", 10)
+    async with serving(SimulatedStore(), 1) as server, speaking(server) as peer:
+        disk = server.catalog.disk_of(BUCKET)
+        assert disk is not None
+        disk.maintenance.undo_mutations = 50
+        with trio.fail_after(20):
+            for index in range(40):
+                await answer_to(peer, await send(peer, sets(numbered(index)), PERSISTED))
+        assert disk.flusher.unindexed_count() == 40
+
+
 async def test_a_batch_that_was_taken_in_on_a_full_disk_is_not_done_again(
     autojump_clock: trio.testing.MockClock,
 ) -> None:

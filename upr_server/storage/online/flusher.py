@@ -82,6 +82,8 @@ class Flusher:
         on_commit: Called after each commit.
 
     Attributes:
+        left_unindexed: How many mutations the index leaves out so that they can be undone. Commits
+            do not wait for these.
         disk_full_reason: Why nothing can be written now; empty when it can.
         last_commit_at: When the last commit ended, by Trio's clock.
     """
@@ -107,6 +109,7 @@ class Flusher:
         self._commits_under_way: dict[trio.Event, None] = {}
         self._commits = self._committed_bytes = self._committed_mutations = 0
         self._last_commit_s = self._longest_commit_s = 0.0
+        self.left_unindexed = 0
         self.disk_full_reason = ""
         self.last_commit_at = trio.current_time()
         for partition in bucket.partitions:
@@ -225,7 +228,7 @@ class Flusher:
             lambda: (
                 not self._index_can_move
                 or self._is_stopping
-                or self.unindexed_count() <= UNINDEXED_MAX
+                or self.unindexed_count() <= UNINDEXED_MAX + self.left_unindexed
             )
         )
 

@@ -44,10 +44,6 @@ class Maintenance:
         purge_age_s: How old a tombstone must be to be dropped.
         on_progress: Called when the index or a compaction has come further.
         rest_s: How long to leave a bucket alone that needs nothing, unless `wake` is called.
-
-    Attributes:
-        undo_mutations: So many of the newest mutations stay out of the index, unless memory is
-            short or they are looked up: what is not indexed can be undone exactly.
     """
 
     def __init__(
@@ -79,7 +75,16 @@ class Maintenance:
         self._stuck_reasons: dict[PartitionId, str] = {}
         self._is_abandoned = False
         self._figures: dict[str, object] = {}
-        self.undo_mutations = 0
+
+    @property
+    def undo_mutations(self) -> int:
+        """So many of the newest mutations stay out of the index, unless memory is short or they are
+        looked up: what is not indexed can be undone exactly."""
+        return self._flusher.left_unindexed
+
+    @undo_mutations.setter
+    def undo_mutations(self, count: int) -> None:
+        self._flusher.left_unindexed = count
 
     def wake(self) -> None:
         """Has it look for something to do."""
