@@ -17,14 +17,17 @@ from pathlib import Path
 
 import pytest
 
+from tests.storage.log_model import chunk_of, row
 from tests.storage.small_directory import BUCKET, KEYS, PARTITIONS, answers, key_of, make
-from upr_protocol.ids import SeqNo
+from upr_protocol.ids import HistoryId, Operation, PartitionState, SeqNo
 from upr_server.storage.bucket_storage import BucketStorage
+from upr_server.storage.chunk_log import ChunkLog, PartitionWrite
 from upr_server.storage.directory import default_data_dir, lock, lock_for_reading
 from upr_server.storage.errors import DataDirectoryError
 from upr_server.storage.lmdb_ordered_map import LmdbOrderedMap
 from upr_server.storage.offline.bucket_files import open_bucket
 from upr_server.storage.offline.check import BucketCheck
+from upr_server.storage.offline.dump import BucketDump, DumpOptions
 from upr_server.storage.offline.findings import Problem
 from upr_server.storage.ordered_map import WriteTransaction
 from upr_server.storage.records import (
@@ -38,6 +41,7 @@ from upr_server.storage.records import (
     WATERMARK,
     KeyIndexEntry,
     LeaseRecord,
+    PartialRecord,
     PartitionRecord,
     Watermark,
     chunk_key,
@@ -279,6 +283,34 @@ def test_a_wrong_checksum_is_noticed_and_left_out_of_a_dump(data: Path) -> None:
     assert dumped.returncode == 1
     assert "left out" in dumped.stderr
     assert {json.loads(line)["partition"] for line in dumped.stdout.splitlines()} == {0, 1, 2}
+
+
+@pytest.mark.parametrize("history", [False, True])
+def test_a_dump_ends_before_the_part_of_a_snapshot_that_a_replica_has(
+    tmp_path: Path, data: Path, history: bool
+) -> None:
+    def dump() -> list[str]:
+        log, index = open_bucket(data / "buckets" / BUCKET)
+        path = tmp_path / "dump"
+        with path.open("wb") as output:
+            options = DumpOptions(partition=0, history=history)
+            findings = list(BucketDump(BUCKET, log, options, output.fileno()).run())
+        assert not any(isinstance(finding, Problem) for finding in findings)
+        log.close()
+        index.close()
+        return path.read_text().splitlines()
+
+    lines = dump()
+    folder = data / "buckets" / BUCKET / "log"
+    log = ChunkLog(LmdbOrderedMap(folder, bytes_max=1 << 30, is_summed=True))
+    high = log.high_seq(0)
+    partial = PartialRecord(HistoryId(7), high, SeqNo(high + 9), SeqNo(high + 1))
+    record = PartitionRecord(PartitionState.REPLICA, ((7, 0),), high, 1, partial)
+    chunk = chunk_of([row(Operation.SET, key_of(0), high + 1, 1)], high, high + 1)
+    log.commit([PartitionWrite(0, record, [chunk])])
+    log.ordered_map.close()
+    assert len(dump()) == len(lines) + history
+    assert dump()[: len(lines)] == lines
 
 
 def test_a_partition_record_below_the_log_is_noticed(data: Path) -> None:

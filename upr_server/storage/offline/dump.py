@@ -74,10 +74,24 @@ class BucketDump:
                     yield self._left_out(partition, str(error))
 
     def _dump_partition(self, partition: int) -> Iterator[Finding]:
+        record: PartitionRecord | None = None
+        damage = ""
+        try:
+            with self._log.read() as transaction:
+                key = partition_key(PARTITION, partition)
+                stored_value = transaction.get(key)
+                if stored_value is not None:
+                    record = parse_record(key, stored_value, PartitionRecord)
+        except StorageError as error:
+            damage = str(error)
+        through = SEQS_END
+        if record is not None and record.partial is not None and not self._options.history:
+            # A replica has the beginning of a snapshot, without which its state is consistent.
+            through = record.high
         # It reads the chunks twice: only at the end of the log is known which mutations are newest.
         newest: dict[bytes, int] = {}
         end = 0
-        for chunk in self._chunks(partition):
+        for chunk in self._chunks(partition, through):
             if isinstance(chunk, str):
                 yield self._left_out(partition, chunk)
                 continue
@@ -86,24 +100,13 @@ class BucketDump:
                 yield self._left_out(partition, text)
             end = chunk.end
             newest.update(zip(chunk.keys(), chunk.seqs.tolist(), strict=True))
-        key = partition_key(PARTITION, partition)
-        high: int | None = None
-        damage = f"the log ends at {end}, and has no record of its end"
-        with self._log.read() as transaction:
-            stored_value = transaction.get(key)
-            try:
-                high = (
-                    None
-                    if stored_value is None
-                    else parse_record(key, stored_value, PartitionRecord).high
-                )
-            except StorageError as error:
-                damage = str(error)
-        if high is None:
+        if record is None:
+            damage = damage or f"the log ends at {end}, and has no record of its end"
             yield self._left_out(partition, damage)
-        elif end != high:
-            yield self._left_out(partition, f"the log ends at {end}, and should end at {high}")
-        for chunk in self._chunks(partition):
+        elif end != (expected_end := min(record.received_seq, through)):
+            damage = f"the log ends at {end}, and should end at {expected_end}"
+            yield self._left_out(partition, damage)
+        for chunk in self._chunks(partition, through):
             if isinstance(chunk, Chunk):
                 lines = [
                     _encode(self._line(partition, row)) + b"\n" for row in self._rows(chunk, newest)
@@ -111,11 +114,12 @@ class BucketDump:
                 _write_all(self._output, b"".join(lines))
                 yield Progress(1, chunk.nbytes, chunk.count)
 
-    def _chunks(self, partition: int) -> Iterator[Chunk | str]:
-        """The chunks that can be read; for each of the others, what is wrong with it."""
+    def _chunks(self, partition: int, through: int) -> Iterator[Chunk | str]:
+        """The chunks up to a number that can be read; for each of the others, what is wrong with
+        it."""
         with self._log.read() as transaction:
             for key, value in transaction.scan(
-                chunk_key(partition, 0), chunk_key(partition, SEQS_END)
+                chunk_key(partition, 0), chunk_key(partition, through)
             ):
                 try:
                     chunk = parse_chunk(key, value)
