@@ -29,7 +29,15 @@ from upr_protocol.ids import Durability, Operation, PartitionId, PartitionState
 from upr_protocol.limits import BUNDLE_MUTATIONS_MAX, VALUE_BYTES_MAX
 from upr_protocol.wire import Get, GetReply, Mutate, MutateReply, Refusal, RunResult
 from upr_server.app import Server
-from upr_server.net.handlers.publishing import PLAIN_RUN_COST, RUN_COST, SLICE_COST
+from upr_server.engine import batch_of
+from upr_server.engine.evaluation import EXPIRY_COST
+from upr_server.engine.partition import EXPIRE_BEFORE_RUN_MAX, EXPIRE_MAX
+from upr_server.net.handlers.publishing import (
+    EXPIRING_RUN_COST,
+    PLAIN_RUN_COST,
+    RUN_COST,
+    SLICE_COST,
+)
 from upr_server.net.replies import OrderedReply
 from upr_server.storage.calls import FindItems
 from upr_server.storage.simulated import SimulatedStore
@@ -193,6 +201,42 @@ async def test_a_bundle_of_many_runs_lets_others_have_their_turn(op: Operation) 
         assert isinstance(reply, MutateReply)
         assert [run.last_seq for run in reply.runs] == [rows] * runs
         assert (await publisher.hear(GetReply)).chunk.value(0) == b"v"
+
+
+@pytest.mark.parametrize("op", [Operation.SET, Operation.ADD])
+async def test_what_has_expired_counts_among_what_a_slice_of_a_bundle_does(op: Operation) -> None:
+    runs, expired_count = 64, 300
+    async with serving(SimulatedStore(), runs) as server, speaking(server) as publisher:
+        partitions = server.catalog.bucket("b").partitions
+        for partition in partitions:
+            rows = [Mutation(Operation.SET, b"%d" % n, expiry=10) for n in range(expired_count)]
+            partition.mutate(batch_of(Chunk.build(rows)), now=0)
+        totals = [expired_count * runs]
+
+        async def watch() -> None:
+            while True:
+                await trio.lowlevel.checkpoint()
+                totals.append(sum(partition.high_seq for partition in partitions))
+
+        parts = [
+            (
+                PartitionId(partition),
+                Chunk.build([Mutation(op, key_in(partition, runs, b"new"), b"v")]),
+            )
+            for partition in range(runs)
+        ]
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(watch)
+            assert isinstance(await publish(publisher, bundle_of(*parts)), MutateReply)
+            nursery.cancel_scope.cancel()
+        slice_runs = -(-SLICE_COST // (RUN_COST + EXPIRING_RUN_COST))
+        if op is Operation.ADD:
+            slice_runs = -(-SLICE_COST // (RUN_COST + EXPIRY_COST * EXPIRE_MAX))
+        deleted_count = EXPIRE_BEFORE_RUN_MAX if op is Operation.SET else EXPIRE_MAX
+        assert totals[-1] == runs * (expired_count + deleted_count + 1)
+        # Each task runs once in each step of the loop, in any order: twice in a row at most.
+        longest = max(after - before for before, after in pairwise(totals))
+        assert longest <= 2 * slice_runs * (deleted_count + 1)
 
 
 async def until_a_request_waits(server: Server) -> None:

@@ -109,11 +109,15 @@ class ExpiryIndex:
     def is_due(self, now: float) -> bool:
         """Whether `take_expired` has something to do: an item has expired, or may have. It is true
         without one only where more than `STALE_MAX` stale entries are due. O(log entries)."""
-        heap = self._first_heap()
-        if not heap or heap[0][0] > now:
+        if not self.may_be_due(now):
             return False
         expiry = self.next_expiry()
         return expiry is not None and expiry <= now
+
+    def may_be_due(self, now: float) -> bool:
+        """Whether the time of an entry has come, stale or not. O(1)."""
+        heap = self._first_heap()
+        return bool(heap) and heap[0][0] <= now
 
     def take_expired(self, now: float, entries_max: int) -> list[bytes]:
         """The keys of items that have expired, by their times; they leave the index.

@@ -422,6 +422,10 @@ class Partition:
         """Whether it is active, and items have expired, or may have."""
         return self.state is _ACTIVE and self._expiries.is_due(now)
 
+    def may_have_expired(self, now: float) -> bool:
+        """Whether `has_expired` may be true, which may have to look at many stale entries. O(1)."""
+        return self.state is _ACTIVE and self._expiries.may_be_due(now)
+
     def may_expire(self, now: float) -> bool:
         """Whether `expire` has something to do."""
         return not self._holds_expiry and self.has_expired(now)
@@ -448,12 +452,18 @@ class Partition:
             self.snapshots.wake()
         return expired_count
 
-    def expire_due(self, now: float) -> None:
+    def expire_due(self, now: float) -> int:
         """Deletes items that have expired, `EXPIRE_MAX` at most, before a batch is applied, if the
-        partition is still active: the batch's evaluation may have begun before a handover."""
+        partition is still active: the batch's evaluation may have begun before a handover.
+
+        Returns:
+            How many entries left the index of expiry times, stale ones too.
+        """
+        count_before = len(self._expiries)
         if self.has_expired(now):
             self._expire_due(now)
             self.snapshots.wake()
+        return count_before - len(self._expiries)
 
     def _expire_due(self, now: float, entries_max: int = EXPIRE_MAX) -> int:
         keys = self._expiries.take_expired(now, entries_max)

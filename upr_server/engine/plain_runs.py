@@ -115,7 +115,7 @@ def _with_expiring(
     partitions, earlier_partitions = bucket.partitions, set[int]()
     for index, run in enumerate(runs):
         if run.partition < len(partitions):
-            is_due = partitions[run.partition].has_expired(now)
+            is_due = partitions[run.partition].may_have_expired(now)
             flags[index] |= is_due or run.partition in earlier_partitions
         if may_expire:
             earlier_partitions.add(run.partition)

@@ -121,10 +121,11 @@ def expire_during_handover() -> Iterator[None]:
             return None
         return Evaluation(batch, self, self._lookup, now)
 
-    def expire_due(self: Partition, now: float) -> None:
+    def expire_due(self: Partition, now: float) -> int:
         if self._expiries.is_due(now):
             self._expire_due(now)
             self.snapshots.wake()
+        return 0
 
     with replaced(Partition, "evaluate", evaluate), replaced(Partition, "expire_due", expire_due):
         yield

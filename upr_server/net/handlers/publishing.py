@@ -53,6 +53,10 @@ RUN_COST: Final = 48
 PLAIN_RUN_COST: Final = 12
 """What a run costs beside its rows if it is applied together with others, in plain rows."""
 
+EXPIRING_RUN_COST: Final = 512
+"""What a plain run costs if items of its partition may have expired, in plain rows: up to
+`EXPIRE_BEFORE_RUN_MAX` are deleted before it."""
+
 EVALUATION_COST: Final = 128
 """What an evaluation costs beside its operations, and the request to its partition, in plain rows:
 30 µs each."""
@@ -280,8 +284,11 @@ class _BundleRequest(OrderedReply):
                 target = durability_target(context, partition, request.durability, request.copies)
             if batch.is_plain and not context.has_earlier(partition):
                 # It needs nothing from disk and no second turn, so no request that could wait.
+                cost = int(len(batch) * self._row_cost)
+                if partition.may_have_expired(context.time()):
+                    cost += EXPIRING_RUN_COST
                 self._mutate(index, batch, partition, target, None)
-                return int(len(batch) * self._row_cost)
+                return cost
             run = _RunRequest(self, index, batch, partition, target)
             context.submit(partition, run)
         except ServerError as error:
