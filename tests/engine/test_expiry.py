@@ -188,6 +188,22 @@ def test_a_long_run_looks_at_few_entries_while_the_index_is_being_cleaned() -> N
     index.check_invariants()
 
 
+def test_what_is_forgotten_is_given_back_in_steps() -> None:
+    memory = MemoryAccount()
+    counting, index = _stored(MANY, 0, memory)
+    index.clear()
+    assert (len(index), memory.expiries, index.next_expiry()) == (0, 0, None)
+    counting.table.put(b"new", MANY + 1)
+    index.add(5, MANY + 1, b"new")
+    assert index.is_cleaning
+    counts = []
+    while count := index.clean(1000):
+        counts.append(count)
+    assert sum(counts) == MANY
+    assert max(counts) <= 1000
+    assert index.take_expired(5, 10) == [b"new"]
+
+
 def test_an_item_behind_stale_entries_is_due_and_taken_in_the_end() -> None:
     _, index = _stored(CLEAN_MIN, CLEAN_MIN - 1)
     keys: list[bytes] = []

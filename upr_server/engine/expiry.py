@@ -47,7 +47,15 @@ class ExpiryIndex:
         memory: What the bucket holds.
     """
 
-    __slots__ = ("_clean_at", "_heap", "_live_count", "_memory", "_old_heap", "_table")
+    __slots__ = (
+        "_clean_at",
+        "_cleared_heaps",
+        "_heap",
+        "_live_count",
+        "_memory",
+        "_old_heap",
+        "_table",
+    )
 
     def __init__(self, table: HashTable, memory: MemoryAccount) -> None:
         self._table = table
@@ -57,6 +65,8 @@ class ExpiryIndex:
         self._old_heap: list[_Entry] = []
         self._live_count = 0
         self._clean_at = CLEAN_MIN
+        # What `clear` forgot, and whose memory is still to be given back.
+        self._cleared_heaps: list[list[_Entry]] = []
 
     def __len__(self) -> int:
         """Entries, stale ones too."""
@@ -141,7 +151,7 @@ class ExpiryIndex:
     @property
     def is_cleaning(self) -> bool:
         """Whether `clean` has something to do."""
-        return bool(self._old_heap)
+        return bool(self._old_heap or self._cleared_heaps)
 
     def begin_cleaning(self) -> None:
         """Begins to remove the stale entries, unless that is under way. O(1).
@@ -153,7 +163,8 @@ class ExpiryIndex:
             self._live_count = 0
 
     def clean(self, entries_max: int) -> int:
-        """Goes on removing the stale entries. O(entries_max log entries).
+        """Goes on removing the stale entries, and then the memory of what `clear` forgot.
+        O(entries_max log entries).
 
         Args:
             entries_max: How many entries to look at.
@@ -161,6 +172,8 @@ class ExpiryIndex:
         Returns:
             How many were looked at; 0 when no cleaning is under way.
         """
+        if not self._old_heap:
+            return self._return_memory(entries_max)
         heap, old_heap, holds_item = self._heap, self._old_heap, self._table.holds_item
         count = min(entries_max, len(old_heap))
         live_count = 0
@@ -176,10 +189,22 @@ class ExpiryIndex:
         return count
 
     def clear(self) -> None:
-        """Forgets every item."""
+        """Forgets every item. To give back the memory of 300,000 entries takes 46 ms, so `clean`
+        does that."""
         self._memory.expiries -= self.nbytes
+        self._cleared_heaps += [heap for heap in (self._heap, self._old_heap) if heap]
         self._heap, self._old_heap = [], []
         self._clean_at = CLEAN_MIN
+
+    def _return_memory(self, entries_max: int) -> int:
+        if not self._cleared_heaps:
+            return 0
+        heap = self._cleared_heaps[-1]
+        count = min(entries_max, len(heap))
+        del heap[len(heap) - count :]
+        if not heap:
+            self._cleared_heaps.pop()
+        return count
 
     @property
     def nbytes(self) -> int:
