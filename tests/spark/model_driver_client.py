@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from itertools import count
 
@@ -61,6 +61,9 @@ class ModelDriverClient:
         """By lease, whose position it is, and the position by partition."""
         self.times: dict[tuple[int, int], datetime] = {}
         """When a number of a partition was given, where that matters."""
+        self.before_next_lease: Callable[[], None] | None = None
+        """Called once, when a lease is asked for: what happens to the bucket before it is granted.
+        """
         self.is_deleted = False
         self.row_bytes = BYTES_A_ROW
 
@@ -194,6 +197,9 @@ class ModelDriverClient:
         }
 
     def acquire_lease(self, lease_id: int, ranges: Sequence[tuple[int, int, int]]) -> HeldLease:
+        if self.before_next_lease is not None:
+            happen, self.before_next_lease = self.before_next_lease, None
+            happen()
         if lease_id in self.leases:
             return self.renew_lease(lease_id)
         settled = []

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from datetime import UTC, datetime, timedelta
 from itertools import pairwise
@@ -17,6 +17,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from pyspark.sql.streaming.datasource import ReadAllAvailable, ReadMaxBytes, ReadMaxRows
 
 from tests.spark.model_driver_client import BYTES_A_ROW, ModelDriverClient
+from upr_protocol.client import HeldLease
 from upr_protocol.errors import ServerError, Status
 from upr_protocol.failover import FailoverLog
 from upr_protocol.ids import HistoryId, PartitionId, SeqNo
@@ -260,6 +261,7 @@ class Query(RuleBasedStateMachine):
     @rule(writes=st.lists(st.tuples(NUMBERS, st.integers(0, 4)), max_size=2))
     def run_until_what_there_is_now(self, writes: list[tuple[int, int]]) -> None:
         """`availableNow` ends, whatever is written meanwhile."""
+        self.driver.before_next_lease = None
         self.restart()
         self.reader.prepareForTriggerAvailableNow()
         target = {
@@ -287,6 +289,7 @@ class Query(RuleBasedStateMachine):
 
     def teardown(self) -> None:
         """In the end the sink has what the bucket has."""
+        self.driver.before_next_lease = None
         if self.partitions is not None:
             self.partitions = None
             self.restart()
@@ -335,6 +338,23 @@ class WithFailovers(WithLimits):
     @rule(partition=NUMBERS, to=st.integers(0, 30))
     def fail_over(self, partition: int, to: int) -> None:
         self.driver.fail_over(partition, to)
+
+    @precondition(lambda self: self.end is None)
+    @rule(partition_id=NUMBERS, back=st.integers(1, 5))
+    def fail_over_while_the_next_batch_is_planned(self, partition_id: int, back: int) -> None:
+        """The numbers were asked for before. Others write as many rows as are lost."""
+        self.write(partition_id, [1])
+        self.flush(partition_id)
+
+        def fail_over() -> None:
+            partition = self.driver.partitions[partition_id]
+            persisted = partition.persisted
+            self.driver.fail_over(partition_id, max(0, self.reached.get(partition_id, 0) - back))
+            while partition.high < persisted:
+                self.driver.write(partition_id, 0)
+            self.driver.flush(partition_id)
+
+        self.driver.before_next_lease = fail_over
 
     @precondition(lambda self: self.end is None)
     @rule()
@@ -630,6 +650,71 @@ def test_a_rollback_fails_the_query_and_says_everything() -> None:
     initial = StreamOffset("b", {}, is_initial=True).to_json()
     with pytest.raises(PipelineError, match="UPR_ROLLBACK"):
         reader.partitions(initial, start)
+
+
+@pytest.mark.parametrize("on_rollback", ["fail", "marker"])
+@pytest.mark.parametrize(
+    ("stability", "request_name"),
+    [("durable", "acquire_lease"), ("durable", "partition_infos"), ("any", "partition_infos")],
+)
+def test_a_failover_while_a_batch_is_planned_is_noticed(
+    stability: str, request_name: str, on_rollback: str
+) -> None:
+    """The new history has other changes 5 to 10. A batch from 10 on would lack them, and its offset
+    would be of the new history."""
+
+    class FailingDriver(ModelDriverClient):
+        request_name = ""
+
+        def fail_over_at(self, request_name: str) -> None:
+            if request_name == self.request_name:
+                self.request_name = ""
+                self.fail_over(0, 4)
+                write_rows(self, 0, 20)
+
+        def acquire_lease(self, lease_id: int, ranges: Sequence[tuple[int, int, int]]) -> HeldLease:
+            self.fail_over_at("acquire_lease")
+            return super().acquire_lease(lease_id, ranges)
+
+        def partition_infos(self, *, anew: bool = False) -> Any:
+            self.fail_over_at("partition_infos")
+            return super().partition_infos(anew=anew)
+
+    driver = FailingDriver(1)
+    write_rows(driver, 0, 10)
+    reader = reader_of(driver, stability=stability, onRollback=on_rollback)
+    start = reader.latestOffset(reader.initialOffset(), ReadAllAvailable())
+    reader.commit(start)
+    write_rows(driver, 0, 5)
+    driver.request_name = request_name
+    if on_rollback == "fail":
+        with pytest.raises(PipelineError, match="has to go back from 10 to 4"):
+            reader.latestOffset(start, ReadAllAvailable())
+        assert not driver.leases
+        return
+    end = reader.latestOffset(start, ReadAllAvailable())
+    assert ranges_of(list(reader.partitions(start, end))) == [(0, 0, 24, 10)]  # type: ignore[arg-type]
+    assert len(driver.leases) == (stability == "durable")
+
+
+@pytest.mark.parametrize("stability", ["durable", "any"])
+def test_a_failover_while_the_beginning_is_looked_for_is_noticed(stability: str) -> None:
+    """The new history has other changes up to 10, and the stream would not read them."""
+
+    class FailingDriver(ModelDriverClient):
+        def partition_infos(self, *, anew: bool = False) -> Any:
+            if self.partitions[0].high == 10:
+                self.fail_over(0, 4)
+                write_rows(self, 0, 3)
+            return super().partition_infos(anew=anew)
+
+    driver = FailingDriver(1)
+    write_rows(driver, 0, 10)
+    reader = reader_of(driver, stability=stability, startingOffsets="latest")
+    start = reader.initialOffset()
+    write_rows(driver, 0, 4)
+    end = reader.latestOffset(start, ReadAllAvailable())
+    assert ranges_of(list(reader.partitions(start, end))) == [(0, 7, 11, None)]  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("to", [4, 5, 6])

@@ -117,6 +117,12 @@ class StreamPlan:
         seqnos, infos = self._driver.seqnos(), self._driver.partition_infos()
         if not isinstance(start, str):
             check_named("startingOffsets", start, seqnos)
+        if any(
+            partition not in infos or infos[partition].log.current != numbers.history_id
+            for partition, numbers in seqnos.items()
+        ):
+            # A partition began another history in between: the number is one of the old history.
+            return self.initial_offset(start)
         partitions: Partitions = {}
         for partition, numbers in seqnos.items():
             if isinstance(start, str):
@@ -201,8 +207,7 @@ class StreamPlan:
         self._age.note_ends(self._available(seqnos))
         partitions = self._after_rollbacks(start, seqnos)
         if not self._durable:
-            partitions = self._newest(partitions, seqnos)
-            return self._limited_offset(start, partitions, 0, limits, {})
+            return self._plan_newest(start, partitions, seqnos, limits)
         if not _has_rollback(partitions) and start.lease_id and _is_mid_snapshot(partitions):
             lease = self._renew_lease(start.lease_id)
             if lease is not None and _holds_snapshots(lease, partitions):
@@ -313,10 +318,14 @@ class StreamPlan:
                 raise
             partitions = self._after_purges(partitions)
             lease = self._acquire(_backlog(partitions, ends), to)
+        infos = self._driver.partition_infos()
+        if _has_parted_since(seqnos, partitions, infos):
+            self._driver.release_lease(lease.lease_id)
+            return self._end_after(start, limits)
         self.release_lease_on_commit(lease.lease_id)
         self.release_target_lease()
         pinned = {range_.partition: range_.end for range_ in lease.ranges}
-        partitions = self._begin_snapshots(partitions, self._driver.partition_infos(), pinned)
+        partitions = self._begin_snapshots(partitions, infos, pinned)
         return self._limited_offset(start, partitions, lease.lease_id, limits, sizes_of(lease))
 
     def release_target_lease(self) -> None:
@@ -342,17 +351,27 @@ class StreamPlan:
         """A lease is to be released when the batches are committed that are planned so far."""
         self._leases.setdefault(lease_id)
 
-    def _newest(
-        self, partitions: Partitions, seqnos: Mapping[PartitionId, PartitionNumbers]
-    ) -> Partitions:
+    def _plan_newest(
+        self,
+        start: StreamOffset,
+        partitions: Partitions,
+        seqnos: Mapping[PartitionId, PartitionNumbers],
+        limits: StreamLimits,
+    ) -> StreamOffset:
         ends = {
             partition: self._limit(partition, numbers.high_seq)
             for partition, numbers in seqnos.items()
         }
-        if not _backlog(partitions, ends):
-            return self._begin_snapshots(partitions, {}, {})
-        partitions = self._after_purges(partitions)
-        return self._begin_snapshots(partitions, self._driver.partition_infos(), ends)
+        infos: Mapping[PartitionId, PartitionInfo] = {}
+        if _backlog(partitions, ends):
+            partitions = self._after_purges(partitions)
+            infos = self._driver.partition_infos()
+            if _has_parted_since(seqnos, partitions, infos):
+                return self._end_after(start, limits)
+        else:
+            ends = {}
+        partitions = self._begin_snapshots(partitions, infos, ends)
+        return self._limited_offset(start, partitions, 0, limits, {})
 
     def _begin_snapshots(
         self,
@@ -626,6 +645,30 @@ def _rollback_needed(offset: PartitionOffset, info: PartitionInfo | None) -> Rol
     position = offset.position
     decision = decide_start(log, max(high, position.highest_received), SeqNo(0), position)
     return decision if isinstance(decision, RollBack) else None
+
+
+def _has_parted_since(
+    seqnos: Mapping[PartitionId, PartitionNumbers],
+    partitions: Mapping[PartitionId, PartitionOffset],
+    infos: Mapping[PartitionId, PartitionInfo],
+) -> bool:
+    """Whether a partition has begun another history since its numbers were asked for, in which the
+    stream has to go back. What was planned from where it stood would lack the changes that the new
+    history has below that; and with the new log in the offset nothing would show it later.
+
+    Args:
+        seqnos: The numbers that the plan began with.
+        partitions: Where the stream stands in the histories of those.
+        infos: The logs that are to go into the offset.
+    """
+    return any(
+        partition not in infos
+        or (
+            infos[partition].log.current != numbers.history_id
+            and _rollback_needed(partitions.get(partition, _NOTHING), infos[partition]) is not None
+        )
+        for partition, numbers in seqnos.items()
+    )
 
 
 def rollback_error(
