@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import pytest
 import trio
 from pyspark.sql import types
+from pyspark.sql.types import StructField
 
 from tests.kit.fake_server import FakeConnection, FakeServer, put_keys
-from tests.kit.threaded import trio_thread
+from tests.kit.threaded import TrioThread, trio_thread
 from upr_protocol.errors import Status
-from upr_protocol.ids import SeqNo
+from upr_protocol.ids import HistoryId, SeqNo
 from upr_protocol.spark.errors import PipelineError
+from upr_protocol.spark.offset import PartitionOffset, StreamOffset
 from upr_protocol.spark.read_options import ReadOptions
 from upr_protocol.spark.read_tasks import PartitionRange, ReadTask
 from upr_protocol.spark.reading import read_task
+from upr_protocol.spark.schema import READ_COLUMNS
+from upr_protocol.spark.stream_plan import ranges_between
 from upr_protocol.wire import Go
 
 COLUMNS = types.StructType([types.StructField("key", types.BinaryType())])
@@ -23,6 +30,20 @@ async def listen() -> list[trio.SocketListener]:
     return await trio.open_tcp_listeners(0, host="127.0.0.1")
 
 
+@contextmanager
+def served_keys(count: int) -> Iterator[tuple[FakeServer, TrioThread, ReadOptions]]:
+    """A server with so many keys in one partition, and the thread in which it runs."""
+    with trio_thread() as thread:
+        server = FakeServer(1)
+        thread.call(lambda: put_keys(server, count))
+        (listener,) = thread.run(listen)
+        port = listener.socket.getsockname()[1]
+        thread.call(
+            lambda: thread.nursery.start_soon(trio.serve_listeners, server.serve, [listener])
+        )
+        yield server, thread, ReadOptions.parse({"url": f"upr://127.0.0.1:{port}/b"})
+
+
 def test_a_task_whose_bucket_is_deleted_fails_and_does_not_lack_rows(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -30,18 +51,26 @@ def test_a_task_whose_bucket_is_deleted_fails_and_does_not_lack_rows(
         connection.end_streams(Status.BUCKET_DELETED)
 
     monkeypatch.setattr(FakeConnection, "_on_go", delete_bucket, raising=False)
-    with trio_thread() as thread:
-        server = FakeServer(1)
-        thread.call(lambda: put_keys(server, 20))
-        (listener,) = thread.run(listen)
-        port = listener.socket.getsockname()[1]
-        thread.call(
-            lambda: thread.nursery.start_soon(trio.serve_listeners, server.serve, [listener])
-        )
+    with served_keys(20) as (server, _, options):
         partition = server.partitions[0]
         bounds = (SeqNo(0), partition.high, SeqNo(0), partition.high)
         task = ReadTask((PartitionRange(partition.id, partition.log, *bounds),), 0)
-        options = ReadOptions.parse({"url": f"upr://127.0.0.1:{port}/b"})
         with pytest.raises(PipelineError, match="deleted while it was read") as failed:
             list(read_task(task, options, COLUMNS))
         assert failed.value.code == "UPR_NO_BUCKET"
+
+
+def test_a_batch_read_again_after_a_crash_has_the_same_histories() -> None:
+    """Else a sink would take its rows for others: partition, history and number identify a row."""
+    columns = types.StructType([StructField("history_id", *READ_COLUMNS["history_id"])])
+    with served_keys(20) as (server, thread, options):
+        partition = server.partitions[0]
+        high, history_id = partition.high, partition.log.current
+        offset = PartitionOffset(partition.log, high, SeqNo(0), high)
+        thread.call(lambda: partition.fail_over(99, high))
+        # Nothing promises that rows are the same which no lease pins.
+        for lease_id, history_id_of_rows in ((7, history_id), (0, HistoryId(99))):
+            end = StreamOffset("b", {partition.id: offset}, lease_id)
+            task = ReadTask(tuple(ranges_between(StreamOffset("b", {}), end)), lease_id)
+            rows = [row for batch in read_task(task, options, columns) for row in batch.to_pylist()]
+            assert rows == [{"history_id": f"{history_id_of_rows:016x}"}] * 20

@@ -151,7 +151,9 @@ def _pin_ranges(
     )
     return [
         attrs.evolve(
-            _range_of(infos, pinned.partition, pinned.start, pinned.end), nbytes=pinned.nbytes
+            _range_of(infos, pinned.partition, pinned.start, pinned.end),
+            nbytes=pinned.nbytes,
+            history_id=pinned.history_id,
         )
         for pinned in lease.ranges
     ]

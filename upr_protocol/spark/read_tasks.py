@@ -47,6 +47,9 @@ class PartitionRange:
         snapshot_end: Where that ends: only there is the partition consistent.
         nbytes: What it takes on the server's disk, about.
         marker: The marker that comes before its rows; None for no marker.
+        history_id: The history that its rows are said to be of, whenever they are read: the server
+            begins another one at each crash. 0 for that in which they are read, where nothing pins
+            them.
     """
 
     partition: PartitionId
@@ -57,6 +60,7 @@ class PartitionRange:
     snapshot_end: SeqNo
     nbytes: int = 0
     marker: RollbackMarker | None = None
+    history_id: HistoryId = HistoryId(0)
 
     def pieces(self, bytes_max: int) -> Iterator[PartitionRange]:
         """The same in ranges of about so many bytes."""

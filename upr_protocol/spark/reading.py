@@ -119,7 +119,7 @@ def _batches(
                     range_ = ranges[event.partition]
                     snapshots[event.partition] = RowSnapshot(
                         event.partition,
-                        f"{event.history_id:016x}",
+                        f"{range_.history_id or event.history_id:016x}",
                         range_.snapshot_start,
                         range_.snapshot_end,
                     )

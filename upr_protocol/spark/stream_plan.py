@@ -12,7 +12,7 @@ import attrs
 from upr_protocol.client import HeldLease, PartitionInfo, PartitionNumbers
 from upr_protocol.errors import ServerError, Status
 from upr_protocol.failover import FailoverLog, RollBack, decide_start
-from upr_protocol.ids import SEQ_MAX, PartitionId, SeqNo
+from upr_protocol.ids import SEQ_MAX, HistoryId, PartitionId, SeqNo
 from upr_protocol.spark.driver_client import DriverClient, acquire_new_lease
 from upr_protocol.spark.errors import OptionError, PipelineError
 from upr_protocol.spark.offset import PartitionOffset, StreamOffset
@@ -735,6 +735,7 @@ def ranges_between(start: StreamOffset, end: StreamOffset) -> list[PartitionRang
                 end_offset.snapshot_start,
                 end_offset.snapshot_end,
                 marker=marker,
+                history_id=end_offset.log.current if end.lease_id else HistoryId(0),
             )
         )
     return ranges
