@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -20,6 +21,7 @@ from tests.spark.bucket import (
     made_anew,
     put,
 )
+from tests.spark.model_driver_client import ModelDriverClient
 from upr_protocol.chunk import Mutation
 from upr_protocol.client import BlockingClient, PartitionInfo
 from upr_protocol.failover import FailoverLog
@@ -34,6 +36,7 @@ from upr_protocol.spark.recipes import (
     snapshot,
 )
 from upr_protocol.spark.recipes.backup import _starts
+from upr_protocol.spark.recipes.cut import PinnedCut, check_cut, pin_cut
 from upr_protocol.spark.recipes.folder import locked_folder, plain_path
 
 NewBucket = Callable[..., str]
@@ -227,6 +230,62 @@ def test_a_bucket_that_has_parted_is_not_added(
     # What there is stays good.
     restore(spark, folder, other_url)
     assert contents(other_url) == state
+
+
+def increment_of(cut: PinnedCut) -> Manifest:
+    """The manifest of a cut of a bucket with one partition."""
+    log = cut.logs[PartitionId(0)]
+    part = PartitionPart(
+        f"{log.current:016x}",
+        tuple((f"{history_id:016x}", seq) for history_id, seq in log.pairs()),
+        cut.starts[PartitionId(0)],
+        cut.ends[PartitionId(0)],
+        1,
+    )
+    return Manifest(
+        kind="increment",
+        bucket="b",
+        created="",
+        partition_count=1,
+        partitions={"0": part},
+        rows=1,
+        deletions=0,
+        files={},
+    )
+
+
+@pytest.mark.parametrize("is_pinned", [False, True])
+@pytest.mark.parametrize(("to", "sentence"), [(4, "shares 4 with"), (12, "up to 15 while")])
+def test_an_increment_does_not_span_a_failover(*, is_pinned: bool, to: int, sentence: str) -> None:
+    """The new history has other changes, some of them below the start of the increment: none would
+    ever have them."""
+    driver = ModelDriverClient(1)
+
+    def write(count: int) -> None:
+        for _ in range(count):
+            driver.write(0, 0)
+        driver.flush(0)
+
+    def fail_over() -> None:
+        driver.fail_over(0, to)
+        write(20)
+
+    write(10)
+    first = pin_cut(driver, lambda _: {})
+    check_cut(driver, first, lambda _: {})
+    starts_of = partial(_starts, increment_of(first))
+    write(5)
+    if not is_pinned:
+        driver.before_next_lease = fail_over
+    second = pin_cut(driver, starts_of)
+    if is_pinned:
+        fail_over()
+    if is_pinned or to == 4:
+        assert sentence in failing("UPR_ROLLBACK", lambda: check_cut(driver, second, starts_of))
+    else:
+        # All of it is of the new history.
+        assert second.ends == {0: 32}
+        check_cut(driver, second, starts_of)
 
 
 @pytest.mark.parametrize(

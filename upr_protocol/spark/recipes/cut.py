@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Final
 
 import attrs
@@ -12,11 +13,16 @@ from pyspark.sql import DataFrame, SparkSession
 
 from upr_protocol.client import PartitionInfo
 from upr_protocol.errors import ServerError, Status
-from upr_protocol.failover import FailoverLog
+from upr_protocol.failover import FailoverLog, Position
 from upr_protocol.ids import SEQ_MAX, PartitionId, SeqNo
-from upr_protocol.spark.driver_client import BucketDriverClient, acquire_new_lease
+from upr_protocol.spark.driver_client import (
+    BucketDriverClient,
+    DriverClient,
+    acquire_new_lease,
+)
 from upr_protocol.spark.errors import PipelineError, as_pipeline_error
 from upr_protocol.spark.read_options import ReadOptions
+from upr_protocol.spark.recipes.lookup_history import has_lost
 from upr_protocol.spark.recipes.target import check_own_options
 from upr_protocol.spark.source import UprDataSource
 
@@ -44,6 +50,7 @@ class ConsistentCut:
         starts: Where it begins in each partition, exclusive.
         ends: Where it ends in each.
         changes: The rows: every change that there is in between. Reading them asks the server.
+        check: To be called once they are read: makes sure that they are what they should be.
     """
 
     bucket: str
@@ -51,6 +58,7 @@ class ConsistentCut:
     starts: Mapping[PartitionId, SeqNo]
     ends: Mapping[PartitionId, SeqNo]
     changes: DataFrame
+    check: Callable[[], None]
 
 
 Infos = Mapping[PartitionId, PartitionInfo]
@@ -71,7 +79,7 @@ def consistent_cut(
         url: `upr://host:port/bucket`.
         options: More options of a read: `leaseSeconds`, `timeoutSeconds`, and how tasks are made.
         starts_of: Says where to begin, given what is known about each partition; 0 in the others.
-            It may raise.
+            It may raise. It is called again by the cut's `check`.
 
     Raises:
         PipelineError: The server cannot be asked, or deletions behind a start are forgotten.
@@ -81,22 +89,20 @@ def consistent_cut(
     driver = BucketDriverClient(read_options)
     lease_id = 0
     try:
-        seqnos = driver.wait_until_persisted()
-        requested_starts = starts_of(driver.partition_infos(anew=True))
-        starts = {partition: requested_starts.get(partition, SeqNo(0)) for partition in seqnos}
-        lease = acquire_new_lease(
-            driver, [(partition, seq, SEQ_MAX) for partition, seq in starts.items()]
-        )
-        lease_id = lease.lease_id
-        # A history that began since the lease was granted began behind its end.
-        driver.seqnos()
-        logs = {partition: info.log for partition, info in driver.partition_infos().items()}
-        ends = {pinned.partition: pinned.end for pinned in lease.ranges}
+        pinned = pin_cut(driver, starts_of)
+        lease_id = pinned.lease_id
         spark.dataSource.register(UprDataSource)
         reader = spark.read.format("upr").options(**texts)
-        reader = reader.option("startingOffsets", _offsets(starts))
-        reader = reader.option("endingOffsets", _offsets(ends))
-        yield ConsistentCut(read_options.address.bucket, logs, starts, ends, reader.load())
+        reader = reader.option("startingOffsets", _offsets(pinned.starts))
+        reader = reader.option("endingOffsets", _offsets(pinned.ends))
+        yield ConsistentCut(
+            read_options.address.bucket,
+            pinned.logs,
+            pinned.starts,
+            pinned.ends,
+            reader.load(),
+            partial(check_cut, driver, pinned, starts_of),
+        )
     except ServerError as error:
         if error.status is Status.ROLLBACK_NEEDED:
             raise PipelineError(
@@ -109,6 +115,73 @@ def consistent_cut(
         if lease_id:
             driver.release_lease(lease_id)
         driver.close()
+
+
+@attrs.frozen
+class PinnedCut:
+    """A cut that a lease pins.
+
+    Attributes:
+        lease_id: The lease.
+        logs: Each partition's failover log, which has the history of its end.
+        starts: Where it begins in each partition, exclusive.
+        ends: Where it ends in each.
+    """
+
+    lease_id: int
+    logs: Mapping[PartitionId, FailoverLog]
+    starts: Mapping[PartitionId, SeqNo]
+    ends: Mapping[PartitionId, SeqNo]
+
+
+def pin_cut(
+    driver: DriverClient, starts_of: Callable[[Infos], Mapping[PartitionId, SeqNo]]
+) -> PinnedCut:
+    """Pins all that was acknowledged before.
+
+    Args:
+        driver: Asks the bucket.
+        starts_of: See `consistent_cut`.
+
+    Raises:
+        ServerError: `ROLLBACK_NEEDED`: deletions behind a start are forgotten.
+        PipelineError: The server cannot be asked, or `starts_of` raised it.
+    """
+    seqnos = driver.wait_until_persisted()
+    requested_starts = starts_of(driver.partition_infos(anew=True))
+    starts = {partition: requested_starts.get(partition, SeqNo(0)) for partition in seqnos}
+    lease = acquire_new_lease(
+        driver, [(partition, seq, SEQ_MAX) for partition, seq in starts.items()]
+    )
+    # A history that began since the lease was granted began behind its end.
+    driver.seqnos()
+    logs = {partition: info.log for partition, info in driver.partition_infos().items()}
+    ends = {pinned.partition: pinned.end for pinned in lease.ranges}
+    return PinnedCut(lease.lease_id, logs, starts, ends)
+
+
+def check_cut(
+    driver: DriverClient, cut: PinnedCut, starts_of: Callable[[Infos], Mapping[PartitionId, SeqNo]]
+) -> None:
+    """Makes sure, once the rows of a cut are read, that all of them are of the histories of its
+    starts and its ends. After a failover, the new node gives other changes for the same numbers, or
+    what comes after a start that it never had.
+
+    Raises:
+        PipelineError: `UPR_ROLLBACK`: they are not. Or `starts_of` raised it, or the server cannot
+            be asked.
+    """
+    driver.seqnos()
+    infos = driver.partition_infos()
+    starts_of(infos)
+    for partition, end in cut.ends.items():
+        info, position = infos.get(partition), Position(cut.logs[partition], end, end, None)
+        if info is None or has_lost(info, position):
+            raise PipelineError(
+                "UPR_ROLLBACK",
+                f"partition {partition} lost changes up to {end} while they were read: there was a "
+                "failover, or the bucket was created again. Run this again",
+            )
 
 
 def options_with_url(url: str, options: Mapping[str, str]) -> dict[str, str]:

@@ -42,7 +42,7 @@ class LookupHistory:
             driver.close()
         for partition, position in self._positions.items():
             info = infos.get(partition)
-            if info is None or _has_lost(info, position):
+            if info is None or has_lost(info, position):
                 raise PipelineError(
                     "UPR_ROLLBACK",
                     f"{self._address}: partition {partition} has lost changes that were joined: "
@@ -82,6 +82,7 @@ class LookupHistory:
         return True
 
 
-def _has_lost(info: PartitionInfo, position: Position) -> bool:
+def has_lost(info: PartitionInfo, position: Position) -> bool:
+    """Whether a partition no longer has all that was read of it up to a position."""
     high = max(info.high_seq, position.highest_received)
     return isinstance(decide_start(info.log, high, SeqNo(0), position), RollBack)

@@ -107,7 +107,12 @@ def describe_cut(
     kind: Literal["snapshot", "increment"],
     increment: int = 0,
 ) -> Manifest:
-    """The manifest of what was written of a cut: rows are counted in the files."""
+    """The manifest of what was written of a cut: rows are counted in the files.
+
+    Raises:
+        PipelineError: The bucket has lost some of it meanwhile.
+    """
+    cut.check()
     files = dict(files_below(folder / DATA_FOLDER))
     stored_rows = spark.read.parquet(str(folder / DATA_FOLDER))
     is_deleted = F.col("value").isNull() if kind == "increment" else F.lit(False)
