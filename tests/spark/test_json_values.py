@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime as dt
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pytest
 from pyspark.sql import types
@@ -21,6 +22,7 @@ KIND = types.StructType(
         types.StructField("d", types.DateType()),
         types.StructField("l", types.ArrayType(types.DoubleType())),
         types.StructField("n", INNER),
+        types.StructField("f", types.FloatType()),
     ]
 )
 NOTHING = dict.fromkeys(KIND.fieldNames())
@@ -44,11 +46,13 @@ def test_an_object_that_fits() -> None:
         "d": dt.date(2024, 1, 31),
         "l": [1.0, 2.5, None],
         "n": {"x": True},
+        "f": None,
     }
-    assert parsed(b"{}", b'{\n "n": null}', b'{"n":{}}') == [
+    assert parsed(b"{}", b'{\n "n": null}', b'{"n":{}}', b'{"f":-2.5e38}') == [
         NOTHING,
         NOTHING,
         {**NOTHING, "n": {"x": None}},
+        {**NOTHING, "f": float(np.float32(-2.5e38))},
     ]
 
 
@@ -70,6 +74,8 @@ def test_an_object_that_fits() -> None:
         b'{"a b":1',
         b'{"a b":1}{}',
         b'{"s":"\xff"}',
+        b'{"f":-1e39}',
+        pytest.param(b'{"more":' + b"[" * 5000 + b"]" * 5000 + b"}", id="deep"),
     ],
 )
 def test_a_value_that_does_not_fit_is_null(value: bytes | None) -> None:

@@ -21,10 +21,13 @@ _INTEGER_BITS: Final[dict[type[DataType], int]] = {
     types.IntegerType: 32,
     types.LongType: 64,
 }
+_FLOAT_MAX: Final = 3.4028234663852886e38
+"""The largest FLOAT. Arrow takes what is larger for an infinity."""
+
 _PYTHON_TYPES: Final[dict[type[DataType], Any]] = {
     types.StringType: str,
     types.BooleanType: bool,
-    types.FloatType: float,
+    types.FloatType: Annotated[float, msgspec.Meta(ge=-_FLOAT_MAX, le=_FLOAT_MAX)],
     types.DoubleType: float,
     types.DateType: dt.date,
     types.TimestampType: Annotated[dt.datetime, msgspec.Meta(tz=True)],
@@ -71,7 +74,8 @@ class ValueParser:
             return None
         try:
             return self._decode(value)
-        except (msgspec.DecodeError, UnicodeDecodeError):
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+            # Some thousand arrays in each other are too many, also in a field to be left out.
             return None
 
 
