@@ -96,6 +96,8 @@ def test_the_target_follows_both_buckets(
         assert {item[1:] for item in target_items.values()} == {(7, FAR)}
 
     flights |= {f"f{n}": {"plane": f"p{n % 4}", "dest": f"d{n}"} for n in range(12)}
+    # What no item can have as its key is the key of no partner.
+    flights |= {f"f{12 + n}": {"plane": "p" * n, "dest": "d"} for n in (0, 251)}
     planes |= {f"p{n}": {"seats": 100 + n} for n in range(3)}
     store(left, flights)
     store(right, planes)
@@ -126,8 +128,9 @@ def test_a_bucket_that_lost_changes_fails_the_query(
 ) -> None:
     left, right, target = new_bucket(2), new_bucket(2), new_bucket(2)
     store(left, {"a": {"x": 1}})
-    store(right, {"a": {"y": 2}})
+    store(right, {"1": {"y": 2}})
     words = [left, right, target, "--checkpoint", str(tmp_path / "checkpoint"), "--once"]
+    words += ["--on", "length(key)"]
     assert command.run(script.argument_parser(), script.work, words) == 0
     assert json.loads(contents(target)[b"a"].value) == {"left": '{"x": 1}', "right": '{"y": 2}'}
     made_anew(right)

@@ -7,14 +7,15 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Final
 
 import pyarrow as pa
-from pyspark.sql import DataFrame, SparkSession
+from pyspark.sql import Column, DataFrame, SparkSession
 from pyspark.sql import functions as F
 from pyspark.sql.pandas.functions import arrow_udf
 from pyspark.sql.pandas.types import to_arrow_schema
 from pyspark.sql.streaming.query import StreamingQuery
-from pyspark.sql.types import BooleanType, LongType, StructField, StructType
+from pyspark.sql.types import BooleanType, DataType, LongType, StructField, StructType
 
 from upr_protocol.client import Item
+from upr_protocol.limits import KEY_BYTES_MAX
 from upr_protocol.spark.driver_client import BucketDriverClient
 from upr_protocol.spark.errors import OptionError
 from upr_protocol.spark.json_values import ValueParser
@@ -39,6 +40,9 @@ LEFT: Final = "left"
 
 LOOKED_UP_AT_ONCE: Final = 1000
 """So many keys are asked for together."""
+
+_CAN_BE_KEY: Final = f"octet_length(key) BETWEEN 1 AND {KEY_BYTES_MAX}"
+"""What else an item names, or nothing, is the key of no item. No server looks it up."""
 
 BOTH_VALUES: Final = "named_struct('left', left_value, 'right', right_value)"
 """What the target has unless an expression says otherwise."""
@@ -76,7 +80,7 @@ def join(
         target_url: The bucket that is written. It exists, and nothing else writes to it.
         checkpoint: The folder where the query keeps how far it is; its own.
         on: An SQL expression over `key` and `value` of an item of the left bucket: the key of the
-            item of the right bucket.
+            item of the right bucket. It is cast to the type of that key.
         value: An SQL expression over `key`, `left_value`, `right_key` and `right_value`. A struct
             is written as a JSON object. `right_key` is what `on` gives, also without a partner.
         how: `inner`: the target has the items that have a partner. `left`: it has all, those
@@ -104,8 +108,10 @@ def join(
     with plain_errors():
         left = _Side(spark, left_url, left_schema, stream_options)
         right = _Side(spark, right_url, right_schema, stream_options)
+        # A number names the key that is its text.
+        partner_key = F.expr(on).cast(right.key_type)
         # So a wrong expression is an error before the query begins.
-        joined = _join_items(left.empty(), right.empty(), on)
+        joined = _join_items(left.empty(), right.empty(), partner_key)
         joined.select(F.expr(value))
     changes = left.changes().withColumn("is_left", F.lit(True))
     changes = changes.union(right.changes().withColumn("is_left", F.lit(False)))
@@ -125,14 +131,14 @@ def join(
         keys = changed.where("is_left").select("key")
         if not changed.where("NOT is_left").isEmpty():
             renewed_keys = changed.where("NOT is_left").select(F.col("key").alias("renewed_key"))
-            naming_items = left.all_items().withColumn("renewed_key", F.expr(on))
+            naming_items = left.all_items().withColumn("renewed_key", partner_key)
             naming_items = naming_items.join(renewed_keys, "renewed_key", "leftsemi")
             keys = keys.union(naming_items.select("key")).distinct()
         items = left.items(keys).persist()
         try:
-            partners = items.where("is_there").select(F.expr(on).alias("key")).distinct()
-            partners = right.items(partners.where("key IS NOT NULL"))
-            rows = _join_items(items, partners, on).persist()
+            partners = items.where("is_there").select(partner_key.alias("key")).distinct()
+            partners = right.items(partners.where(_CAN_BE_KEY))
+            rows = _join_items(items, partners, partner_key).persist()
             try:
                 rows.count()
                 # What was read may be in memory alone: nothing is written that a crash undoes.
@@ -153,16 +159,16 @@ def join(
         return start_query(writer, checkpoint, available_now=available_now, interval=interval)
 
 
-def _join_items(left: DataFrame, right: DataFrame, on: str) -> DataFrame:
+def _join_items(left: DataFrame, right: DataFrame, partner_key: Column) -> DataFrame:
     """The items of the left bucket with their partners. Those that are gone are among them."""
     of_right = right.select(
-        F.col("key").alias("right_key"),
+        F.col("key").alias("_key"),
         F.col("value").alias("right_value"),
         F.col("is_there").alias("has_partner"),
     )
-    of_left = left.withColumn("_right_key", F.expr(on))
-    rows = of_left.join(of_right, F.col("_right_key") == F.col("right_key"), "left")
-    return rows.drop("_right_key").withColumnRenamed("value", "left_value")
+    of_left = left.withColumn("right_key", partner_key)
+    rows = of_left.join(of_right, F.col("right_key") == F.col("_key"), "left")
+    return rows.drop("_key").withColumnRenamed("value", "left_value")
 
 
 def _as_operations(rows: DataFrame, value: str, how: str) -> DataFrame:
@@ -216,15 +222,19 @@ class _Side:
         read_options = self._read_options
         self.history = LookupHistory(read_options.address, lambda: BucketDriverClient(read_options))
 
+    @property
+    def key_type(self) -> DataType:
+        """How keys are read."""
+        return self._items["key"].dataType
+
     def empty(self) -> DataFrame:
         """No items, with their columns."""
         return self._spark.createDataFrame([], self._items)
 
     def changes(self) -> DataFrame:
         """A stream of the keys that change."""
-        kind = self._items["key"].dataType.simpleString()
         reader = self._spark.readStream.format("upr").options(**self._options)
-        return reader.schema(f"key {kind}").load()
+        return reader.schema(f"key {self.key_type.simpleString()}").load()
 
     def all_items(self) -> DataFrame:
         """All items that the bucket holds."""
