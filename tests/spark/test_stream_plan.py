@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from pyspark.sql.streaming.datasource import ReadAllAvailable, ReadMaxBytes, ReadMaxRows
+from pyspark.sql.types import StructField, StructType
 
 from tests.spark.model_driver_client import BYTES_A_ROW, ModelDriverClient
 from upr_protocol.client import HeldLease
@@ -22,6 +23,7 @@ from upr_protocol.errors import ServerError, Status
 from upr_protocol.failover import FailoverLog
 from upr_protocol.ids import HistoryId, PartitionId, SeqNo
 from upr_protocol.limits import LEASE_TIME_TO_LIVE_S_MAX
+from upr_protocol.spark import UprDataSource
 from upr_protocol.spark.consumer_position import (
     AGAIN_AFTER_REFUSAL_S,
     AGAIN_AFTER_S,
@@ -32,7 +34,7 @@ from upr_protocol.spark.micro_batch_reader import MicroBatchReader
 from upr_protocol.spark.offset import PartitionOffset, StreamOffset
 from upr_protocol.spark.read_options import ReadOptions
 from upr_protocol.spark.read_tasks import PartitionRange, ReadTask, tasks_of
-from upr_protocol.spark.schema import default_schema
+from upr_protocol.spark.schema import READ_COLUMNS, default_schema
 from upr_protocol.spark.stream_plan import (
     BATCH_ENDS_MAX,
     StreamLimits,
@@ -513,6 +515,28 @@ def test_a_rewind_does_not_go_into_a_snapshot_that_was_left() -> None:
 def test_a_rewind_needs_batches_that_lack_nothing(options: dict[str, str]) -> None:
     with pytest.raises(PipelineError, match="rewind, which needs stability=durable"):
         options_of(onRollback="rewind", **options)
+
+
+@pytest.mark.parametrize(
+    ("columns", "options", "missing"),
+    [
+        ("key value seq deleted", {"onRollback": "marker"}, "op, partition"),
+        ("op partition key value", {"onRollback": "rewind"}, "seq"),
+        ("op partition key", {"onRollback": "marker", "buckets": "a,b"}, "bucket"),
+        ("op partition key value", {"onRollback": "marker"}, ""),
+        ("key value seq deleted", {}, ""),
+    ],
+)
+def test_markers_need_the_columns_that_tell_them(
+    columns: str, options: dict[str, str], missing: str
+) -> None:
+    """A marker would look like an item with an empty key, and the lost rows would stay."""
+    url = "upr://localhost" if "buckets" in options else "upr://localhost/b"
+    source = UprDataSource({"url": url, **options})
+    schema = StructType([StructField(name, *READ_COLUMNS[name]) for name in columns.split()])
+    sentence = f"what a marker is about: {missing} is missing"
+    with pytest.raises(PipelineError, match=sentence) if missing else nullcontext():
+        source.streamReader(schema)
 
 
 def test_a_rewind_goes_to_0_where_deletions_behind_the_number_were_removed() -> None:

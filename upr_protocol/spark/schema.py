@@ -129,6 +129,34 @@ def check_value_schema(options: ReadOptions, schema: StructType) -> None:
     )
 
 
+def check_marker_columns(options: ReadOptions, schema: StructType) -> None:
+    """Makes sure that a sink can tell the markers of a stream from other rows, and knows what each
+    is about.
+
+    Args:
+        options: The options.
+        schema: The columns asked for.
+
+    Raises:
+        OptionError: It cannot.
+    """
+    if not options.marks_rollback:
+        return
+    needed = {
+        "op": True,
+        "bucket": options.are_several_buckets,
+        "partition": True,
+        "seq": options.rewinds,
+    }
+    missing = [name for name in needed if needed[name] and name not in schema.fieldNames()]
+    if missing:
+        raise OptionError(
+            f"the option onRollback is {'rewind' if options.rewinds else 'marker'}, which needs "
+            f"the columns that say what a marker is about: {', '.join(missing)} is missing. Leave "
+            "out metadata=false, or name them in .schema(...)"
+        )
+
+
 def check_schema(
     schema: StructType, columns: Mapping[str, tuple[DataType, bool]] = READ_COLUMNS
 ) -> None:

@@ -69,10 +69,11 @@ class UprDataSource(DataSource):
         from upr_protocol.spark.buckets_reader import BucketsReader
         from upr_protocol.spark.micro_batch_reader import MicroBatchReader
         from upr_protocol.spark.read_options import ReadOptions
-        from upr_protocol.spark.schema import check_value_schema
+        from upr_protocol.spark.schema import check_marker_columns, check_value_schema
 
         options = ReadOptions.parse(self.options, streaming=True)
         check_value_schema(options, schema)
+        check_marker_columns(options, schema)
         if options.are_several_buckets:
             return BucketsReader(options, schema)
         return MicroBatchReader(options, schema)
