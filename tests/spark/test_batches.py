@@ -468,6 +468,8 @@ def test_counters() -> None:
     assert [(row.key, row.status) for row in bad] == [
         (key, Status.NOT_A_NUMBER) for key in (b"c", b"d", b"f")
     ]
+    _, (row,) = bad_rows(write_options, op=["increment"], key=[None], value=["7"])
+    assert (row.status, row.value) == (Status.BAD_KEY, b"7")
 
 
 def test_numbers_out_of_range_and_times() -> None:

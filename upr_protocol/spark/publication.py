@@ -11,14 +11,14 @@ from typing import Final, Self
 
 from pyspark.sql.datasource import WriterCommitMessage
 
-from upr_protocol.chunk import Chunk
+from upr_protocol.chunk import Chunk, CounterDelta
 from upr_protocol.client import BlockingClient, WriterIdentity
 from upr_protocol.client.core.results import status_of
 from upr_protocol.client.core.unanswered_batches import Batch
 from upr_protocol.client.core.writer_identity import WRITER_ID_BYTES
 from upr_protocol.errors import ADVICE, ServerError, Status, UprError
 from upr_protocol.ids import Operation, PartitionId
-from upr_protocol.spark.batches import cannot_fail
+from upr_protocol.spark.batches import COUNTERS, cannot_fail
 from upr_protocol.spark.dead_letter import DeadLetters
 from upr_protocol.spark.errors import PipelineError, as_pipeline_error
 from upr_protocol.spark.options import idle_interval_s
@@ -236,12 +236,16 @@ def _replay_differs_error(difference: str) -> PipelineError:
 
 
 def _rejected_row(chunk: Chunk, index: int, status: Status, options: WriteOptions) -> RejectedRow:
+    operation, value = Operation(chunk.operations[index]), chunk.value(index)
+    if operation in COUNTERS:
+        # As it was written: with the other bytes, nobody could write the row again.
+        value = str(CounterDelta.decode(value).delta).encode()
     return RejectedRow(
         status,
         _ADVICE.get(status) or ADVICE.get(status, ""),
-        operation_word(Operation(chunk.operations[index]), options.operation),
+        operation_word(operation, options.operation),
         chunk.key(index),
-        chunk.value(index),
+        value,
     )
 
 

@@ -108,7 +108,7 @@ def encode(
         f"a key has 1 to {KEY_BYTES_MAX} bytes",
     )
     values = _values(batch, options, operations, problems)
-    columns = [_bytes_array(operations), keys, values]
+    columns = [_bytes_array(operations), keys, _with_deltas(values, operations, problems)]
     names = list(WRITE_COLUMNS)
     for name, column, limit in (
         ("cas", options.cas_column, _U64_MAX),
@@ -216,14 +216,14 @@ def _values(
         Status.TOO_LARGE,
         f"a value has at most {VALUE_BYTES_MAX >> 20} MiB",
     )
-    counts = np.isin(operations, _COUNTS)
-    return _deltas(values, operations, counts, problems) if counts.any() else values
+    return values
 
 
-def _deltas(
-    values: pa.Array, operations: NDArray[np.uint8], counts: Mask, problems: _Problems
-) -> pa.Array:
+def _with_deltas(values: pa.Array, operations: NDArray[np.uint8], problems: _Problems) -> pa.Array:
     """The values, with those of counters as the protocol has them."""
+    counts = np.isin(operations, _COUNTS)
+    if not counts.any():
+        return values
     deltas: list[Any] = values.to_pylist()
     wrong = np.zeros(len(deltas), np.bool_)
     for index in np.flatnonzero(counts).tolist():
