@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from deltalake import DeltaTable
 from pyspark.sql import DataFrame, SparkSession
+from pyspark.sql.types import StructField, StructType
 
 from tests.spark.bucket import (
     Contents,
@@ -24,6 +25,8 @@ from tests.spark.bucket import (
 from upr_protocol.spark.errors import OptionError, PipelineError
 from upr_protocol.spark.recipes import LatestState, keep_latest_state, latest
 from upr_protocol.spark.recipes.failure import plain_errors
+from upr_protocol.spark.recipes.latest_state import newest_of_batch
+from upr_protocol.spark.schema import READ_COLUMNS
 
 NewBucket = Callable[..., str]
 
@@ -243,6 +246,13 @@ def test_the_latest_of_what_was_read_is_what_there_is(
     assert contents_of_frame(newest) == contents(url)
     few = spark.read.format("upr").option("url", url).option("metadata", "false").load()
     assert {bytes(row["key"]) for row in latest(few).collect()} == set(contents(url))
+
+
+def test_a_table_does_not_mix_up_buckets(spark: SparkSession) -> None:
+    """Two of their items with one key would be one row."""
+    columns = StructType([StructField(name, *column) for name, column in READ_COLUMNS.items()])
+    with pytest.raises(OptionError, match="a table of its own"):
+        newest_of_batch(spark.createDataFrame([], columns))
 
 
 def test_a_marker_drops_what_was_before_it_in_its_partition(spark: SparkSession) -> None:

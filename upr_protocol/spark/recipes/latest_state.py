@@ -99,12 +99,12 @@ class LatestState:
         """Puts one batch into the table; nothing when it is there already.
 
         Args:
-            batch: Changes that were read from a bucket, with all columns but perhaps the
+            batch: Changes that were read from one bucket, with all columns but perhaps the
                 snapshots'.
             batch_id: Its number in its query.
 
         Raises:
-            OptionError: A column is missing.
+            OptionError: A column is missing, or there is the column bucket.
             PipelineError: The table has rows of another query.
         """
         app_id = self._app_id or _query_id(batch)
@@ -224,8 +224,14 @@ def newest_of_batch(batch: DataFrame) -> tuple[pa.Table, dict[int, int], dict[in
         to which it went back; and by partition the number to which it came.
 
     Raises:
-        OptionError: A column is missing.
+        OptionError: A column is missing; or there are several buckets, as the column bucket says.
     """
+    if "bucket" in batch.columns:
+        # Items of two buckets with one key would be one row, and a marker would drop rows of both.
+        raise OptionError(
+            "there is a column bucket, and the table has none: stream each bucket into a table of "
+            "its own, without that column"
+        )
     columns = [*LATEST_STATE_SCHEMA.names, "deleted", "op"]
     for name in columns:
         if name not in batch.columns:
