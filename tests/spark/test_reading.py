@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import attrs
 import pytest
 import trio
 from pyspark.sql import types
@@ -14,6 +15,8 @@ from tests.kit.fake_server import FakeConnection, FakeServer, put_keys
 from tests.kit.threaded import TrioThread, trio_thread
 from upr_protocol.errors import Status
 from upr_protocol.ids import HistoryId, SeqNo
+from upr_protocol.spark.batch_reader import plan
+from upr_protocol.spark.driver_client import BucketDriverClient
 from upr_protocol.spark.errors import PipelineError
 from upr_protocol.spark.offset import PartitionOffset, StreamOffset
 from upr_protocol.spark.read_options import ReadOptions
@@ -74,3 +77,21 @@ def test_a_batch_read_again_after_a_crash_has_the_same_histories() -> None:
             task = ReadTask(tuple(ranges_between(StreamOffset("b", {}), end)), lease_id)
             rows = [row for batch in read_task(task, options, columns) for row in batch.to_pylist()]
             assert rows == [{"history_id": f"{history_id_of_rows:016x}"}] * 20
+
+
+def test_a_read_that_nothing_pins_has_keys_that_change_meanwhile() -> None:
+    """Their older rows are gone from memory, and the newer ones come after the planned end."""
+    columns = types.StructType(
+        [StructField(name, *READ_COLUMNS[name]) for name in ("key", "seq", "snapshot_end")]
+    )
+    with served_keys(5) as (server, thread, options):
+        options = attrs.evolve(options, durable=False)
+        driver = BucketDriverClient(options)
+        (task,) = plan(options, driver, 0)
+        driver.close()
+        thread.call(lambda: put_keys(server, 2))
+        rows = [row for batch in read_task(task, options, columns) for row in batch.to_pylist()]
+        assert [(row["key"], row["seq"]) for row in rows] == [
+            (b"key-%d" % number, seq) for number, seq in ((2, 3), (3, 4), (4, 5), (0, 6), (1, 7))
+        ]
+        assert {row["snapshot_end"] for row in rows} == {7}

@@ -119,7 +119,13 @@ def plan(options: ReadOptions, driver: DriverClient, lease_id: int) -> list[Read
             )
         bounds.append((partition, SeqNo(start_seq), SeqNo(end_seq)))
     if not options.durable:
-        ranges = [_range_of(infos, *range_bounds) for range_bounds in bounds]
+        ranges = [
+            attrs.evolve(
+                _range_of(infos, *range_bounds),
+                has_whole_snapshot=isinstance(end, str) or range_bounds[0] not in end,
+            )
+            for range_bounds in bounds
+        ]
         lease_id = 0
     else:
         # To the end that is on disk when the lease is granted: nothing is overtaken there.

@@ -50,6 +50,9 @@ class PartitionRange:
         history_id: The history that its rows are said to be of, whenever they are read: the server
             begins another one at each crash. 0 for that in which they are read, where nothing pins
             them.
+        has_whole_snapshot: Whether the rows go on behind `end`, up to where the snapshot ends that
+            the server sends. Where nothing pins the rows, a key that has changed since the end was
+            planned has its newest row only, behind that.
     """
 
     partition: PartitionId
@@ -61,6 +64,7 @@ class PartitionRange:
     nbytes: int = 0
     marker: RollbackMarker | None = None
     history_id: HistoryId = HistoryId(0)
+    has_whole_snapshot: bool = False
 
     def pieces(self, bytes_max: int) -> Iterator[PartitionRange]:
         """The same in ranges of about so many bytes."""

@@ -121,14 +121,15 @@ def _batches(
                         event.partition,
                         f"{range_.history_id or event.history_id:016x}",
                         range_.snapshot_start,
-                        range_.snapshot_end,
+                        event.end if range_.has_whole_snapshot else range_.snapshot_end,
                     )
                 elif isinstance(event, SnapshotEnd):
                     del snapshots[event.partition]
                 elif isinstance(event, ChunkReceived):
                     range_ = ranges[event.partition]
                     # A pinned chunk ends where the range ends; else its snapshot may go on.
-                    chunk = event.chunk.slice(range_.start, range_.end)
+                    end = event.chunk.end if range_.has_whole_snapshot else range_.end
+                    chunk = event.chunk.slice(range_.start, end)
                     if chunk.count:
                         yield from builder.add(chunk, snapshots[event.partition])
                 elif isinstance(event, RolledBack):
