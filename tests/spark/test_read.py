@@ -248,8 +248,9 @@ def test_values_are_parsed_by_a_schema_that_is_given_or_inferred(
     assert typed_frame.schema["value"].dataType.simpleString() == "struct<seats:int,a b:string>"
     assert typed_frame.schema["key"].nullable is False
     assert typed_frame.where("value.seats = 7").count() == 1
-    with pytest.raises(PySparkException, match=r"UPR_OPTION.*leave out one of them"):
-        load(spark, url, "key STRING", valueSchema="infer").collect()
+    for schema in ("key STRING", "key STRING, value STRUCT<seats: INT>"):
+        with pytest.raises(PySparkException, match=r"UPR_OPTION.*leave out one of them"):
+            load(spark, url, schema, valueSchema="infer").collect()
     with pytest.raises(PySparkException, match=r"UPR_OPTION.*leave out includeValue=false"):
         load(spark, url, valueSchema="infer", includeValue="false")
     with pytest.raises(PySparkException, match="PARSE_SYNTAX_ERROR"):

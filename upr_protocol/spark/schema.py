@@ -120,9 +120,10 @@ def check_value_schema(options: ReadOptions, schema: StructType) -> None:
     """
     if not options.value_schema:
         return
-    for field in schema:
-        if field.name == "value" and isinstance(field.dataType, StructType):
-            return
+    # A schema that follows it has both.
+    kinds = {field.name: field.dataType for field in schema}
+    if isinstance(kinds.get("value"), StructType) and UNPARSED in kinds:
+        return
     raise OptionError(
         "the option valueSchema says which columns there are, and .schema(...) says others: leave "
         "out one of them"
