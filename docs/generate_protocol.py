@@ -87,6 +87,8 @@ from upr_protocol.wire.frame import HEADER
 from upr_protocol.wire.message import BODY_BYTES_MAX_DEFAULT, layout_fields
 from upr_server.config import ServerConfig
 from upr_server.conformance import WRONG_INPUTS, Outcome, Progress, client_scenarios
+from upr_server.engine.bucket import QUOTA_BYTES_DEFAULT
+from upr_server.engine.memory_policy import ANSWERS_PART, MemoryPolicy
 from upr_server.engine.operations import (
     COUNTER_DIGITS_MAX,
     COUNTS,
@@ -1114,6 +1116,12 @@ def blocks() -> dict[str, str]:
         "batches_max": number(BATCHES_MAX),
         "writers_max": number(WRITERS_MAX),
         "answers_bytes_max": size(ANSWERS_BYTES_MAX),
+        "answers_part": f"{100 * ANSWERS_PART:g} %",
+        "answers_bytes_default": size(
+            MemoryPolicy(QUOTA_BYTES_DEFAULT).answers_bytes(limits.PARTITIONS_DEFAULT)
+        ),
+        "quota_default": size(QUOTA_BYTES_DEFAULT),
+        "partitions_default": number(limits.PARTITIONS_DEFAULT),
         "first_wait_ms": number(round(FIRST_WAIT_S * 1000)),
         "wait_s_max": f"{WAIT_S_MAX:g}",
         "map_wait_s_max": f"{MAP_WAIT_S_MAX:g}",

@@ -85,6 +85,9 @@ class Server:
             store,
             self.upkeep,
             quota_bytes_default=config.quota_bytes,
+            quotas={
+                bucket.name: bucket.quota_bytes for bucket in config.buckets if bucket.quota_bytes
+            },
             partitions_max=config.partitions_max,
             time=system.time,
             new_id=system.new_id,
@@ -245,7 +248,7 @@ async def _discard_event_queues(store: Store) -> None:
 
 
 async def _create_configured(catalog: BucketCatalog, config: ServerConfig) -> None:
-    """Creates the buckets of the configuration, or gives those that exist its quotas."""
+    """Creates the buckets of the configuration that do not exist."""
     for bucket_config in config.buckets:
         if bucket_config.name in catalog.damaged:
             continue
@@ -254,8 +257,6 @@ async def _create_configured(catalog: BucketCatalog, config: ServerConfig) -> No
             quota_bytes = bucket_config.quota_bytes or config.quota_bytes
             await catalog.create_bucket(bucket_config.name, bucket_config.partitions, quota_bytes)
             continue
-        if bucket_config.quota_bytes:
-            bucket.memory_policy.limit_bytes = bucket_config.quota_bytes
         if bucket_config.partitions != len(bucket.partitions):
             log.warning(
                 "bucket keeps its partitions; their number cannot be changed",

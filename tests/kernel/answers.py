@@ -6,7 +6,7 @@ from typing import Any, Final
 
 from tests.kernel.builds import BUILDS, Outcome, outcome
 
-LIMITS: Final = (4, 60, 3, 7, 10, 5, 6)
+LIMITS: Final = (4, 60, 4, 140, 7, 10, 5, 6)
 WRITERS: Final = [bytes([number]) * 16 for number in range(5)]
 
 

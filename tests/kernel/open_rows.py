@@ -19,7 +19,7 @@ SPAN_MAX: Final = 90
 RUN_ROWS_MAX: Final = 12
 RUN_BYTES_MAX: Final = 700
 
-ANSWER_LIMITS: Final = (4, 200, 3, 7, 10, 5, 6)
+ANSWER_LIMITS: Final = (4, 200, 3, 400, 7, 10, 5, 6)
 NO_WRITER: Final = bytes(16)
 
 _RUN: Final = Struct("<IIQI4x")

@@ -78,7 +78,7 @@ TestAnswers.settings = settings(max_examples=100, stateful_step_count=40, deadli
 @of_each_build
 def test_many_writers_and_answers(build: Any) -> None:
     """More than any table or ring begins with."""
-    answers = build.Answers(64, 1 << 20, 100, 1, 1, 1, 8)
+    answers = build.Answers(64, 1 << 20, 100, 1 << 30, 1, 1, 1, 8)
     answers.track_unsaved()
     for step in range(6000):
         writer = (step * 7 % 150).to_bytes(16, "little")
@@ -95,7 +95,7 @@ def test_many_writers_and_answers(build: Any) -> None:
 @of_each_build
 def test_arguments_are_checked(build: Any) -> None:
     answers = build.Answers(*LIMITS)
-    for limits in ((0, *LIMITS[1:]), ((1 << 16) + 1, *LIMITS[1:]), (1, 1, 0, 1, 1, 1, 1)):
+    for limits in ((0, *LIMITS[1:]), ((1 << 16) + 1, *LIMITS[1:]), (1, 1, 0, 1, 1, 1, 1, 1)):
         assert outcome(build.Answers, *limits) == ("raised", ValueError)
     for writer in (b"", bytes(15), bytes(17)):
         assert outcome(answers.answer_to, writer, 1) == ("raised", ValueError)

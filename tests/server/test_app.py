@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import time
+from contextlib import AbstractAsyncContextManager
 from typing import Any
 
 import pytest
@@ -16,11 +17,13 @@ from upr_protocol.client import connect
 from upr_protocol.errors import ServerError, Status
 from upr_protocol.ids import Operation, PartitionState
 from upr_protocol.partition_map import PartitionMap
-from upr_server.app import running_server
+from upr_server.app import Server, running_server
+from upr_server.buckets import catalog
 from upr_server.config import BucketConfig, ServerConfig
-from upr_server.engine import Bucket, batch_of
+from upr_server.engine import Bucket, WriterToken, batch_of
+from upr_server.engine.memory_policy import QUOTA_BYTES_MIN
 from upr_server.runtime import System
-from upr_server.storage.calls import Maintain, StoreCall
+from upr_server.storage.calls import LoadBuckets, Maintain, StoreCall
 from upr_server.storage.chunk_log import ChunkLog
 from upr_server.storage.errors import DataDirectoryError
 from upr_server.storage.online.maintenance import REST_S
@@ -52,6 +55,44 @@ async def test_a_bucket_that_is_there_keeps_its_partitions_and_takes_a_new_quota
     assert await started(BucketConfig("b", 4)) == [("b", 4, 64 * MIB)]
     assert await started(BucketConfig("b", 8, 128 * MIB)) == [("b", 4, 128 * MIB)]
     assert await started(BucketConfig("c", 2)) == [("b", 4, 64 * MIB), ("c", 2, 64 * MIB)]
+
+
+async def test_answers_that_a_lower_quota_has_no_room_for_leave_the_disk_too(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Else they would come back at every start, and a rollback would not delete them."""
+    monkeypatch.setattr(catalog, "DELETED_ANSWERS_MAX", 100)
+    directory = SimulatedDirectory()
+
+    def running(quota_bytes: int) -> AbstractAsyncContextManager[Server]:
+        buckets = (BucketConfig("b", 2, quota_bytes),)
+        config = ServerConfig(listen="127.0.0.1:0", buckets=buckets)
+        return running_server(config, SimulatedStore(directory))
+
+    async def tokens_on_disk() -> list[set[tuple[bytes, int]]]:
+        (stored_bucket,) = (await SimulatedStore(directory).ask(LoadBuckets())).buckets
+        return [
+            {(token.writer, token.counter) for token in partition.tokens}
+            for partition in stored_bucket.partitions
+        ]
+
+    async with running(64 * MIB) as server:
+        for partition in server.catalog.bucket("b").partitions:
+            for number in range(600):
+                token = WriterToken(number.to_bytes(16, "little"), 1 + partition.id)
+                partition.mutate(batch_of(batch(number, 1), token), now=0.0)
+    assert [len(tokens) for tokens in await tokens_on_disk()] == [600, 600]
+    async with running(QUOTA_BYTES_MIN) as server:
+        bucket = server.catalog.bucket("b")
+        assert bucket.memory.writers <= bucket.memory_policy.answers_bytes(1)
+        remembered_rows = [
+            partition.repeated_batches.answers.answers_between(0, partition.high_seq)
+            for partition in bucket.partitions
+        ]
+        remembered_tokens = [{row[:2] for row in rows} for rows in remembered_rows]
+        assert all(0 < len(tokens) < 200 for tokens in remembered_tokens)
+        assert await tokens_on_disk() == remembered_tokens
+    assert await tokens_on_disk() == remembered_tokens
 
 
 @pytest.mark.parametrize("events", [True, False])

@@ -71,6 +71,7 @@ from upr_server.startup import serve, started_server
 from upr_server.storage.api import Store
 from upr_server.storage.calls import (
     Commit,
+    DeleteAnswers,
     DeleteBucketFiles,
     DeleteIndexEntries,
     DeleteLeases,
@@ -89,6 +90,7 @@ from upr_server.storage.calls import (
     StartServing,
     Truncate,
 )
+from upr_server.storage.chunk_log import StoredAnswer
 from upr_server.storage.online.bucket_disk import BucketDisk
 from upr_server.storage.online.flusher import STEP_ANSWERS, STEP_CALLS, Flusher, take_answers
 from upr_server.storage.online.leases import LAPSED_S, LeaseBook
@@ -347,6 +349,7 @@ async def test_a_store(autojump_clock: MockClock) -> None:
         await store.ask(FindSeqBefore(name, 1, 7))
         await store.ask(DeleteIndexEntries(name, 1))
         await store.ask(Truncate(name, 1, record_of(0), []))
+        await store.ask(DeleteAnswers(name, 1, [StoredAnswer(bytes(16), 1, b"")]))
         await store.ask(DeleteLeases(name, [5]))
         await store.ask(MarkCleanStop(name))
         assert not store._call_lock.locked()

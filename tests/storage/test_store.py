@@ -32,6 +32,7 @@ from upr_server.storage.bucket_storage import MaintenanceStep
 from upr_server.storage.calls import (
     Commit,
     CreateBucketFiles,
+    DeleteAnswers,
     DeleteBucketFiles,
     DeleteLeases,
     FindExpired,
@@ -147,9 +148,12 @@ async def test_a_bucket_is_found_again_as_it_was_left(opener: Opener) -> None:
         await create(store)
         await store.ask(StartServing(BUCKET.name, [(1, record_of(0))]))
         write = some_write(0, 0)
-        answers = pack_rows([(token.writer, token.counter, token.answer)])
+        rows = [(token.writer, counter, token.answer) for counter in (3, token.counter, 5)]
+        answers = pack_rows(rows)
         write = PartitionWrite(0, write.record, write.chunks, [answers])
         await store.ask(Commit(BUCKET.name, [write, some_write(2, 0, 5)]))
+        surplus_tokens = [StoredAnswer(token.writer, counter, b"") for counter in (3, 5, 6)]
+        await store.ask(DeleteAnswers(BUCKET.name, 0, surplus_tokens))
         await store.ask(PutLease(BUCKET.name, lease))
         await store.ask(PutLease(BUCKET.name, LeaseRecord(10, "another", (), 60, 1.0)))
         await store.ask(DeleteLeases(BUCKET.name, [10, 11]))

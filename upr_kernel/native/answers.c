@@ -39,6 +39,7 @@ typedef struct Writer {
     uint32_t count;
     uint64_t attempt;
     uint64_t nbytes;
+    bool is_reduced; /* to its newest answer: nothing was heard from it for long */
 } Writer;
 
 typedef struct {
@@ -46,6 +47,7 @@ typedef struct {
     uint64_t batches_max;
     uint64_t bytes_max;
     uint64_t writers_max;
+    uint64_t total_bytes_max;
     uint64_t writer_bytes;
     uint64_t answer_bytes;
     uint64_t unsaved_bytes;
@@ -55,6 +57,9 @@ typedef struct {
     uint64_t writer_count;
     Writer *oldest; /* by when each was last heard from */
     Writer *newest;
+    Writer *first_recent; /* all before it are reduced; NULL if all are */
+    uint64_t total_bytes; /* of all writers and answers that are remembered */
+    uint64_t reduced_bytes; /* of reduced writers and their answers */
     Answer **order;
     uint64_t order_size;
     uint64_t order_count;
@@ -192,6 +197,11 @@ find_answer(const Writer *writer, uint64_t counter)
 static void
 unlink_writer(Answers *self, Writer *writer)
 {
+    if (self->first_recent == writer)
+        self->first_recent = writer->behind;
+    if (writer->is_reduced)
+        self->reduced_bytes -= self->writer_bytes + writer->nbytes;
+    writer->is_reduced = false;
     if (writer->before != NULL)
         writer->before->behind = writer->behind;
     else
@@ -207,6 +217,8 @@ link_newest(Answers *self, Writer *writer)
 {
     writer->before = self->newest;
     writer->behind = NULL;
+    if (self->first_recent == NULL)
+        self->first_recent = writer;
     if (self->newest != NULL)
         self->newest->behind = writer;
     else
@@ -249,6 +261,7 @@ add_writer(Answers *self, const uint8_t *id)
     link_newest(self, writer);
     self->writer_count++;
     self->nbytes += self->writer_bytes;
+    self->total_bytes += self->writer_bytes;
     return writer;
 }
 
@@ -263,6 +276,7 @@ remove_writer(Answers *self, Writer *writer)
     unlink_writer(self, writer);
     self->writer_count--;
     self->nbytes -= self->writer_bytes;
+    self->total_bytes -= self->writer_bytes;
     free(writer->ring);
     free(writer);
 }
@@ -335,6 +349,17 @@ bisect_order(const Answers *self, uint64_t high)
 
 /* Remembering and forgetting. */
 
+/* An answer of a writer is remembered no more. */
+static void
+uncount(Answers *self, Writer *writer, const Answer *answer)
+{
+    writer->nbytes -= answer->nbytes;
+    self->total_bytes -= answer->nbytes;
+    if (writer->is_reduced)
+        self->reduced_bytes -= answer->nbytes;
+    self->answer_count--;
+}
+
 /* Forgets an answer, which the caller then takes out of its writer's ring: the ring's place goes
    with it. False without memory; then nothing has changed. */
 static bool
@@ -348,8 +373,7 @@ forget(Answers *self, Writer *writer, Answer *answer, uint64_t high)
         if (change == NULL)
             return false;
     }
-    writer->nbytes -= answer->nbytes;
-    self->answer_count--;
+    uncount(self, writer, answer);
     answer->is_forgotten = true;
     bool is_gone = true;
     if (change == NULL) {
@@ -393,7 +417,7 @@ forget_writer(Answers *self, Writer *writer, uint64_t high)
     return true;
 }
 
-/* Both forget what is over a limit. Without memory to note that for the disk, it stays until the
+/* These forget what is over a limit. Without memory to note that for the disk, it stays until the
    next answer comes: the new answer is of a batch that was applied, and must be remembered. */
 
 static void
@@ -417,11 +441,37 @@ forget_surplus_answers(Answers *self, Writer *writer, uint64_t high)
         }
 }
 
+/* First the writers heard from longest ago are reduced to their newest answers: of these the older
+   batches are still known to be old. Reduced writers have at most half of the room, so that the
+   others keep what their batches in flight need. */
+static void
+forget_surplus_bytes(Answers *self, uint64_t high)
+{
+    bool has_memory = true;
+    while (has_memory && self->total_bytes > self->total_bytes_max) {
+        Writer *writer = self->first_recent;
+        bool is_last = writer == self->newest && writer->count == 1;
+        if (is_last && self->writer_count == 1)
+            return;
+        if (is_last || self->reduced_bytes > self->total_bytes_max / 2)
+            has_memory = forget_writer(self, self->oldest, high);
+        else if (writer->count > 1)
+            has_memory = forget_oldest(self, writer, high);
+        else {
+            writer->is_reduced = true;
+            self->reduced_bytes += self->writer_bytes + writer->nbytes;
+            self->first_recent = writer->behind;
+        }
+    }
+    if (!has_memory)
+        PyErr_Clear();
+}
+
 /* A writer was heard from. */
 static void
 touch(Answers *self, Writer *writer)
 {
-    if (writer != self->newest) {
+    if (writer != self->newest || writer->is_reduced) {
         unlink_writer(self, writer);
         link_newest(self, writer);
     }
@@ -437,6 +487,7 @@ place(Answers *self, Writer *writer, Answer *answer, PyObject *bytes, uint64_t a
     writer->attempt = attempt > writer->attempt ? attempt : writer->attempt;
     *ring_at(writer, writer->count++) = answer;
     writer->nbytes += answer->nbytes;
+    self->total_bytes += answer->nbytes;
     self->order[self->order_count++] = answer;
     self->answer_count++;
     self->nbytes += answer->nbytes;
@@ -445,6 +496,7 @@ place(Answers *self, Writer *writer, Answer *answer, PyObject *bytes, uint64_t a
         self->nbytes += self->unsaved_bytes;
     }
     forget_surplus_answers(self, writer, answer->high);
+    forget_surplus_bytes(self, answer->high);
     tidy_order(self);
 }
 
@@ -820,8 +872,7 @@ take_out(Answers *self, Answer *answer)
     for (; index + 1 < writer->count; index++)
         *ring_at(writer, index) = *ring_at(writer, index + 1);
     writer->count--;
-    writer->nbytes -= answer->nbytes;
-    self->answer_count--;
+    uncount(self, writer, answer);
     self->nbytes -= answer->nbytes;
     answer_release(answer);
     if (!writer->count)
@@ -908,6 +959,28 @@ check_writer(const Answers *self, const Writer *writer, uint64_t *nbytes, uint64
     return true;
 }
 
+/* What all writers and answers that are remembered take. */
+static bool
+check_total(const Answers *self, uint64_t total_bytes, uint64_t answer_count)
+{
+    uint64_t reduced_bytes = 0;
+    const Writer *writer = self->oldest;
+    for (; writer != NULL && writer->is_reduced; writer = writer->behind) {
+        if (writer->count != 1)
+            return broken("a reduced writer has several answers");
+        reduced_bytes += self->writer_bytes + writer->nbytes;
+    }
+    if (writer != self->first_recent)
+        return broken("the first writer that is not reduced");
+    for (; writer != NULL; writer = writer->behind)
+        if (writer->is_reduced)
+            return broken("a reduced writer was heard from late");
+    if (reduced_bytes != self->reduced_bytes || total_bytes != self->total_bytes ||
+        (total_bytes > self->total_bytes_max && answer_count > 1))
+        return broken("the bytes of all writers");
+    return true;
+}
+
 static PyObject *
 check_invariants(Answers *self, PyObject *Py_UNUSED(ignored))
 {
@@ -916,6 +989,8 @@ check_invariants(Answers *self, PyObject *Py_UNUSED(ignored))
         if (find_writer(self, writer->id) != writer ||
             !check_writer(self, writer, &nbytes, &count))
             return PyErr_Occurred() ? NULL : PyErr_Format(PyExc_AssertionError, "a lost writer");
+    if (!check_total(self, nbytes, count))
+        return NULL;
     for (uint64_t at = 0; at < self->order_count; at++) {
         if (self->order[at]->high < last)
             return PyErr_Format(PyExc_AssertionError, "numbers do not rise");
@@ -950,13 +1025,13 @@ length(Answers *self)
 static PyObject *
 new_answers(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 {
-    unsigned long long limits[7];
+    unsigned long long limits[8];
     if (kwargs != NULL && PyDict_Size(kwargs)) {
         PyErr_SetString(PyExc_TypeError, "Answers takes no keyword arguments");
         return NULL;
     }
-    if (!PyArg_ParseTuple(args, "KKKKKKK", limits, limits + 1, limits + 2, limits + 3, limits + 4,
-                          limits + 5, limits + 6))
+    if (!PyArg_ParseTuple(args, "KKKKKKKK", limits, limits + 1, limits + 2, limits + 3, limits + 4,
+                          limits + 5, limits + 6, limits + 7))
         return NULL;
     if (!limits[0] || limits[0] > 1 << 16 || !limits[2]) {
         PyErr_SetString(PyExc_ValueError, "at least one answer and one writer are remembered");
@@ -969,10 +1044,11 @@ new_answers(PyTypeObject *type, PyObject *args, PyObject *kwargs)
     self->batches_max = limits[0];
     self->bytes_max = limits[1];
     self->writers_max = limits[2];
-    self->writer_bytes = limits[3];
-    self->answer_bytes = limits[4];
-    self->unsaved_bytes = limits[5];
-    self->order_slack = limits[6];
+    self->total_bytes_max = limits[3];
+    self->writer_bytes = limits[4];
+    self->answer_bytes = limits[5];
+    self->unsaved_bytes = limits[6];
+    self->order_slack = limits[7];
     return (PyObject *)self;
 }
 

@@ -75,6 +75,8 @@ class Answers:
         batches_max: Answers of one writer that are remembered.
         bytes_max: What they take, unless a single one takes more.
         writers_max: Writers that are remembered, those heard from last.
+        total_bytes_max: What all writers and answers take that are remembered, unless a single
+            answer takes more. See `_forget_surplus_bytes`.
         writer_bytes: What a writer takes beside its answers, about.
         answer_bytes: What an answer takes beside its own bytes, about.
         unsaved_bytes: What a change that is not on disk yet takes beside the answer's own bytes.
@@ -90,6 +92,9 @@ class Answers:
         "_answer_count",
         "_limits",
         "_order",
+        "_recent_writers",
+        "_reduced_bytes",
+        "_total_bytes",
         "_unsaved",
         "_writers",
         "has_refused",
@@ -101,6 +106,7 @@ class Answers:
         batches_max: int,
         bytes_max: int,
         writers_max: int,
+        total_bytes_max: int,
         writer_bytes: int,
         answer_bytes: int,
         unsaved_bytes: int,
@@ -113,6 +119,7 @@ class Answers:
             batches_max,
             bytes_max,
             writers_max,
+            total_bytes_max,
             writer_bytes,
             answer_bytes,
             unsaved_bytes,
@@ -125,6 +132,10 @@ class Answers:
         self._answer_count = 0
         # By when each was last heard from.
         self._writers: OrderedDict[bytes, _WriterAnswers] = OrderedDict()
+        # Those that are not reduced to their newest answers: all reduced ones come before them.
+        self._recent_writers: OrderedDict[bytes, _WriterAnswers] = OrderedDict()
+        # What the reduced writers take, and what all take, with their answers.
+        self._reduced_bytes = self._total_bytes = 0
         # What the disk does not know yet, by high number; None without a disk. A dict, so that an
         # answer that comes and goes at one high number can be taken out.
         self._unsaved: dict[_Change, None] | None = None
@@ -230,13 +241,14 @@ class Answers:
         if answers is None:
             answers = self._add_writer(writer, high)
         else:
-            self._writers.move_to_end(writer)
+            self._touch(writer, answers)
         answers.attempt = max(answers.attempt, attempt)
         limits, by_counter = self._limits, answers.by_counter
         change = _Change((writer, counter), answer, high, limits.answer_bytes + len(answer))
         by_counter[counter] = change
         answers.newest_counter = counter
         answers.nbytes += change.nbytes
+        self._total_bytes += change.nbytes
         self._answer_count += 1
         self._order.append(change)
         self.nbytes += change.nbytes
@@ -247,6 +259,7 @@ class Answers:
             answers.nbytes > limits.bytes_max and len(by_counter) > 1
         ):
             self._forget(next(iter(by_counter.values())), answers, high)
+        self._forget_surplus_bytes(high)
         self._tidy_order()
         return self.nbytes - nbytes_before
 
@@ -273,14 +286,65 @@ class Answers:
         return self.remember(writer, counter, bytes(packed), last_seq, attempt)
 
     def _add_writer(self, writer: bytes, high: int) -> _WriterAnswers:
-        self._writers[writer] = answers = _WriterAnswers()
+        self._writers[writer] = self._recent_writers[writer] = answers = _WriterAnswers()
         self.nbytes += self._limits.writer_bytes
+        self._total_bytes += self._limits.writer_bytes
         if len(self._writers) > self._limits.writers_max:
-            _, forgotten = self._writers.popitem(last=False)
-            self.nbytes -= self._limits.writer_bytes
-            for change in list(forgotten.by_counter.values()):
-                self._forget(change, forgotten, high)
+            self._forget_oldest_writer(high)
         return answers
+
+    def _touch(self, writer: bytes, answers: _WriterAnswers) -> None:
+        """A writer was heard from."""
+        self._writers.move_to_end(writer)
+        if writer not in self._recent_writers:
+            self._reduced_bytes -= self._limits.writer_bytes + answers.nbytes
+            self._recent_writers[writer] = answers
+        self._recent_writers.move_to_end(writer)
+
+    def _forget_oldest_writer(self, high: int) -> None:
+        writer, answers = next(iter(self._writers.items()))
+        for change in list(answers.by_counter.values()):
+            self._forget(change, answers, high)
+        self._remove_writer(writer)
+
+    def _remove_writer(self, writer: bytes) -> None:
+        """Removes a writer that has no answers."""
+        writer_bytes = self._limits.writer_bytes
+        del self._writers[writer]
+        if self._recent_writers.pop(writer, None) is None:
+            self._reduced_bytes -= writer_bytes
+        self.nbytes -= writer_bytes
+        self._total_bytes -= writer_bytes
+
+    def _uncount(self, change: _Change, answers: _WriterAnswers) -> None:
+        """An answer of a writer is remembered no more."""
+        writer, counter = change.token
+        del answers.by_counter[counter]
+        answers.nbytes -= change.nbytes
+        self._total_bytes -= change.nbytes
+        if writer not in self._recent_writers:
+            self._reduced_bytes -= change.nbytes
+        self._answer_count -= 1
+
+    def _forget_surplus_bytes(self, high: int) -> None:
+        """Forgets what is over the limit of all writers. First those heard from longest ago are
+        reduced to their newest answers: of these the older batches are still known to be old.
+        Reduced writers have at most half of the room, so that the others keep what their batches in
+        flight need."""
+        limits, recent_writers = self._limits, self._recent_writers
+        while self._total_bytes > limits.total_bytes_max:
+            writer, answers = next(iter(recent_writers.items()))
+            answer_count = len(answers.by_counter)
+            is_last = len(recent_writers) == answer_count == 1
+            if is_last and len(self._writers) == 1:
+                return
+            if is_last or self._reduced_bytes > limits.total_bytes_max // 2:
+                self._forget_oldest_writer(high)
+            elif answer_count > 1:
+                self._forget(next(iter(answers.by_counter.values())), answers, high)
+            else:
+                del recent_writers[writer]
+                self._reduced_bytes += limits.writer_bytes + answers.nbytes
 
     def replace_newest(self, writer: bytes, answer: bytes, high: int, attempt: int, /) -> int:
         """Keeps another answer to the writer's newest batch. O(1), beside what it forgets.
@@ -319,9 +383,7 @@ class Answers:
 
     def _forget(self, change: _Change, answers: _WriterAnswers, high: int) -> None:
         nbytes, unsaved_bytes = change.nbytes, self._limits.unsaved_bytes
-        del answers.by_counter[change.token[1]]
-        answers.nbytes -= nbytes
-        self._answer_count -= 1
+        self._uncount(change, answers)
         change.is_forgotten = True
         unsaved = self._unsaved
         if unsaved is None:
@@ -388,17 +450,14 @@ class Answers:
             if change.outlives(seq):
                 outliving[change.token] = change
                 continue
-            (writer, counter), nbytes = change.token, change.nbytes
+            writer, _ = change.token
             answers = self._writers[writer]
-            del answers.by_counter[counter]
-            answers.nbytes -= nbytes
-            self._answer_count -= 1
-            self.nbytes -= nbytes
+            self._uncount(change, answers)
+            self.nbytes -= change.nbytes
             if answers.by_counter:
                 answers.newest_counter = next(reversed(answers.by_counter))
             else:
-                del self._writers[writer]
-                self.nbytes -= self._limits.writer_bytes
+                self._remove_writer(writer)
         del self._order[begin:]
         unsaved = self._unsaved or {}
         for change in list(takewhile(lambda change: change.high > seq, reversed(unsaved))):
@@ -428,6 +487,7 @@ class Answers:
             assert sum(sizes) == answers.nbytes
             assert answers.nbytes <= limits.bytes_max or len(sizes) == 1
             total += limits.writer_bytes + answers.nbytes
+        self._check_total(total)
         count = sum(len(answers.by_counter) for answers in self._writers.values())
         assert count == self._answer_count
         assert len(self._order) <= 2 * count + limits.order_slack
@@ -447,11 +507,24 @@ class Answers:
             assert change.answer is None or not change.is_forgotten or change in unsaved
         assert total == self.nbytes, (total, self.nbytes)
 
+    def _check_total(self, total: int) -> None:
+        """What all writers and answers that are remembered take."""
+        limits = self._limits
+        reduced_count = len(self._writers) - len(self._recent_writers)
+        assert list(self._writers)[reduced_count:] == list(self._recent_writers)
+        reduced_writers = list(islice(self._writers.values(), reduced_count))
+        assert all(len(answers.by_counter) == 1 for answers in reduced_writers)
+        reduced_bytes = sum(limits.writer_bytes + answers.nbytes for answers in reduced_writers)
+        assert reduced_bytes == self._reduced_bytes
+        assert total == self._total_bytes
+        assert total <= limits.total_bytes_max or self._answer_count == 1
+
 
 class _Limits(NamedTuple):
     batches_max: int
     bytes_max: int
     writers_max: int
+    total_bytes_max: int
     writer_bytes: int
     answer_bytes: int
     unsaved_bytes: int

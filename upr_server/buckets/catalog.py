@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
+from types import MappingProxyType
 from typing import Final, Protocol
 
 import structlog
@@ -26,13 +27,14 @@ from upr_server.runtime import essential
 from upr_server.storage.api import Store
 from upr_server.storage.calls import (
     CreateBucketFiles,
+    DeleteAnswers,
     DeleteBucketFiles,
     DeleteLeases,
     LoadBuckets,
     MarkCleanStop,
     StartServing,
 )
-from upr_server.storage.chunk_log import StoredBucket
+from upr_server.storage.chunk_log import StoredAnswer, StoredBucket
 from upr_server.storage.errors import DataDirectoryError, DiskFullError
 from upr_server.storage.online.bucket_disk import BucketDisk, recover_partitions
 from upr_server.storage.online.maintenance import IDLE_S
@@ -41,6 +43,9 @@ from upr_server.storage.records import BucketRecord, LeaseRecord, PartialRecord,
 PURGE_AGE_S: Final = 3 * 24 * 3600.0
 """A consumer that was away for less than this hears of every deletion when it comes back; one that
 was away for longer may have to begin again."""
+
+DELETED_ANSWERS_MAX: Final = 4096
+"""Answers to publishers that are deleted in one transaction."""
 
 log = structlog.get_logger(__name__)
 
@@ -75,6 +80,7 @@ class BucketCatalog:
         store: The disk.
         upkeep: Works on the buckets.
         quota_bytes_default: The memory quota of a bucket that is created without one.
+        quotas: Quotas of buckets on disk by name, instead of those with which they were created.
         partitions_max: How many partitions all buckets may have together, for one more bucket to be
             created.
         time: Seconds since 1970.
@@ -98,6 +104,7 @@ class BucketCatalog:
         upkeep: Upkeep,
         *,
         quota_bytes_default: int,
+        quotas: Mapping[str, int] = MappingProxyType({}),
         partitions_max: int,
         time: Callable[[], float],
         new_id: Callable[[], HistoryId],
@@ -109,6 +116,7 @@ class BucketCatalog:
         self.disks: dict[Bucket, BucketDisk] = {}
         self.damaged: dict[str, str] = {}
         self.quota_bytes_default = quota_bytes_default
+        self._quotas = quotas
         self._store = store
         self._upkeep = upkeep
         self._time = time
@@ -222,11 +230,12 @@ class BucketCatalog:
         bucket = self.buckets.create(
             record.name,
             record.partition_count,
-            record.quota_bytes,
+            self._quotas.get(record.name, record.quota_bytes),
             images,
             incarnation=record.incarnation,
             is_new=False,
         )
+        await self._delete_surplus_answers(bucket, images)
         if not stored_bucket.is_clean and any(
             partition.damage for partition in stored_bucket.partitions
         ):
@@ -248,6 +257,23 @@ class BucketCatalog:
                 "damaged lease; it is lost", bucket=bucket, lease=f"{lease_id:016x}", damage=damage
             )
         await self._store.ask(DeleteLeases(bucket, list(damages)))
+
+    async def _delete_surplus_answers(
+        self, bucket: Bucket, images: Sequence[PartitionImage]
+    ) -> None:
+        """Deletes the answers to publishers that the bucket has no memory for: of these the disk
+        would hear nothing more, even if a rollback undoes their batches. It has more of them where
+        the quota was higher."""
+        for partition, image in zip(bucket.partitions, images, strict=True):
+            answers = partition.repeated_batches.answers
+            tokens = [
+                StoredAnswer(token.writer, token.counter, b"")
+                for token in image.answers
+                if answers.answer_to(token)[0] is None
+            ]
+            for begin in range(0, len(tokens), DELETED_ANSWERS_MAX):
+                some_tokens = tokens[begin : begin + DELETED_ANSWERS_MAX]
+                await self._store.ask(DeleteAnswers(bucket.name, partition.id, some_tokens))
 
     async def _stop_disks(self) -> None:
         """Brings every bucket to disk, and marks those that are complete there. A bucket that finds

@@ -150,6 +150,7 @@ class Bucket:
                 on_collapsible=partial(self._became_collapsible, partition_id),
                 image=images[partition_id] if images is not None else None,
                 on_update=notify,
+                answers_bytes_max=self.memory_policy.answers_bytes(partition_count),
             )
             for partition_id in range(partition_count)
         )

@@ -19,6 +19,12 @@ FULL_MARK: Final = 0.88
 """The part of the quota from which publishers are granted nothing more: the rest is for what they
 have on its way by then."""
 
+ANSWERS_PART: Final = 1 / 8
+"""The part of the quota that the remembered answers to publishers may take: nothing frees them.
+What the disk does not know of them comes on top of that, up to 2.7 times as much where every
+operation fails, and no commit comes. Together they must stay below the low mark, and leave room for
+data."""
+
 QUOTA_BYTES_MIN: Final = 1024 * 1024
 """A smaller quota would not hold one batch and its snapshot."""
 
@@ -59,6 +65,10 @@ class MemoryPolicy:
     def full_bytes(self) -> int:
         """Above this, nothing more may come in."""
         return int(self.limit_bytes * FULL_MARK)
+
+    def answers_bytes(self, partition_count: int) -> int:
+        """What the remembered answers to publishers may take in each of so many partitions."""
+        return int(self.limit_bytes * ANSWERS_PART) // partition_count
 
     def is_short(self, memory: MemoryAccount) -> bool:
         """Whether to free memory now: from the high mark down to the low one. O(1).

@@ -37,7 +37,7 @@ from upr_server.engine.lookup import (
 )
 from upr_server.engine.memory_account import MemoryAccount
 from upr_server.engine.mutate_result import MutateResult
-from upr_server.engine.publisher_answers import WriterToken
+from upr_server.engine.publisher_answers import UNBOUNDED, WriterToken
 from upr_server.engine.repeated_batches import RepeatedBatches
 from upr_server.engine.replica_progress import ReplicaProgress
 from upr_server.engine.snapshots import (
@@ -105,6 +105,8 @@ class Partition:
         image: What the disk has of it; None for a new one.
         on_update: Called whenever something in it has changed, with the keys of the design
             documents that did, and how many batches have changed something.
+        answers_bytes_max: What the remembered answers to publishers may take. Of those in the image
+            the ones that are over it are forgotten, and the disk is not told.
 
     Attributes:
         id: Its number.
@@ -156,6 +158,7 @@ class Partition:
         on_collapsible: Callable[[], None] | None = None,
         image: PartitionImage | None = None,
         on_update: Callable[[Sequence[bytes], int], None] | None = None,
+        answers_bytes_max: int = UNBOUNDED,
     ) -> None:
         memory = MemoryAccount() if memory is None else memory
         if image is None:
@@ -166,7 +169,9 @@ class Partition:
         self.damage = image.damage
         self.failover_log = image.failover_log
         self.table = HashTable(memory)
-        self.repeated_batches = RepeatedBatches(memory, image.answers, image.high_seq)
+        self.repeated_batches = RepeatedBatches(
+            memory, image.answers, image.high_seq, answers_bytes_max
+        )
         self.rows = OpenRows(
             self.table.kernel_table,
             self.repeated_batches.answers.kernel_answers,

@@ -9,6 +9,13 @@ doubt. 164 KiB hold the answers to 16 batches of 1,000 increments each. A partit
 writers that it heard from last. A batch older than its writer's kept ones is refused with
 `TOKEN_TOO_OLD`. A batch of a forgotten writer counts as new.
 
+**Memory.** When memory is short, nothing frees answers. So those of a partition have a share of the
+bucket's quota. Beyond it, the writers heard from longest ago are first reduced to their newest
+answers. Their older batches are refused, and not applied twice, and a task that runs again knows
+that they were applied. Once the reduced writers take half of the share, the oldest of them is
+forgotten. The newest answer always stays. Every node decides for itself: a replica may remember
+less, or more.
+
 **Order after a refusal.** A publisher sends the next batch before it has the last answer. If a
 batch is refused for a passing reason, later batches must not overtake it. They are refused too,
 until the publisher sends a refused batch again. So the highest refused counter is enough to know: a
@@ -38,7 +45,7 @@ BATCHES_MAX: Final = 64
 
 ANSWERS_BYTES_MAX: Final = 164 * 1024
 """What the answers of one writer take, unless a single one takes more. So a publisher takes some
-10 MiB of a bucket with 64 partitions, at most."""
+10 MiB of a bucket with 64 partitions, at most. All publishers together have another bound."""
 
 WRITERS_MAX: Final = 1024
 """Writers that one partition remembers."""
@@ -54,6 +61,9 @@ REFUSED_WRITER_BYTES: Final = 200
 
 UNSAVED_BYTES: Final = 300
 """What a change that is not on disk yet takes beside the answer's own bytes, about."""
+
+UNBOUNDED: Final = (1 << 63) - 1
+"""More bytes than all answers of a partition can take."""
 
 UNSAVED_ALL: Final = (1 << 63) - 1
 """More batches than a partition can have."""
@@ -80,6 +90,8 @@ class PublisherAnswers:
 
     Args:
         memory: What the bucket holds.
+        bytes_max: What all remembered answers and their writers may take, unless a single answer
+            takes more.
 
     Attributes:
         kernel_answers: The answers. The kernel adds to them with the runs of bundles.
@@ -87,12 +99,13 @@ class PublisherAnswers:
 
     __slots__ = ("_memory", "_refusal_period", "_refused_writers", "kernel_answers")
 
-    def __init__(self, memory: MemoryAccount) -> None:
+    def __init__(self, memory: MemoryAccount, bytes_max: int = UNBOUNDED) -> None:
         self._memory = memory
         self.kernel_answers = Answers(
             BATCHES_MAX,
             ANSWERS_BYTES_MAX,
             WRITERS_MAX,
+            bytes_max,
             WRITER_OVERHEAD_BYTES,
             ANSWER_BYTES,
             UNSAVED_BYTES,

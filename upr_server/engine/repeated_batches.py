@@ -15,7 +15,7 @@ from upr_protocol.ids import SeqNo
 from upr_server.engine.batch import MutationBatch
 from upr_server.engine.memory_account import MemoryAccount
 from upr_server.engine.mutate_result import MutateResult, pack_result, unpack_result
-from upr_server.engine.publisher_answers import PublisherAnswers, WriterToken
+from upr_server.engine.publisher_answers import UNBOUNDED, PublisherAnswers, WriterToken
 
 
 class RepeatedBatches:
@@ -26,6 +26,7 @@ class RepeatedBatches:
         memory: What the bucket holds.
         answers: The answers that the disk has, by token, oldest first.
         high: The partition's high number.
+        answers_bytes_max: What the remembered answers may take.
 
     Attributes:
         answers: The answers that are remembered.
@@ -34,9 +35,13 @@ class RepeatedBatches:
     __slots__ = ("answers",)
 
     def __init__(
-        self, memory: MemoryAccount, answers: Mapping[WriterToken, MutateResult], high: SeqNo
+        self,
+        memory: MemoryAccount,
+        answers: Mapping[WriterToken, MutateResult],
+        high: SeqNo,
+        answers_bytes_max: int = UNBOUNDED,
     ) -> None:
-        self.answers = PublisherAnswers(memory)
+        self.answers = PublisherAnswers(memory, answers_bytes_max)
         for token, result in answers.items():
             # The disk keeps no high number with an answer. The result's last number is at most
             # that, so that a truncation that undoes the batch forgets the answer too.

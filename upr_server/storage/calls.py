@@ -247,6 +247,16 @@ class Commit(BucketCall[None], frozen=True):
         bucket.commit(self.writes)
 
 
+class DeleteAnswers(BucketCall[None], frozen=True):
+    """Deletes answers to publishers of a partition; those that are not there are passed over."""
+
+    partition: int
+    tokens: Sequence[StoredAnswer]
+
+    def run(self, bucket: BucketStorage) -> None:
+        bucket.log.delete_answers(self.partition, self.tokens)
+
+
 class PutLease(BucketCall[None], frozen=True):
     """Stores a lease, new or renewed."""
 

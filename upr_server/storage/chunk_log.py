@@ -425,6 +425,12 @@ class ChunkLog:
             else:
                 transaction.delete(key)
 
+    def delete_answers(self, partition: int, tokens: Iterable[StoredAnswer]) -> None:
+        """Deletes answers to publishers; those that are not there are passed over."""
+        with self.ordered_map.write() as transaction:
+            for token in tokens:
+                transaction.delete(token_key(partition, token.writer, token.counter))
+
     def put_lease(self, lease: LeaseRecord) -> None:
         """Stores a lease, new or renewed."""
         key = lease_key(lease.lease_id)

@@ -34,7 +34,7 @@ def numbered(*seqs: int) -> NumberedArray:
 
 
 def skip_flags(first: int, count: int) -> SkipFlags:
-    answers = Answers(1, 1, 1, 1, 1, 1, 1)
+    answers = Answers(1, 1, 1, 1, 1, 1, 1, 1)
     flags = SkipFlags(OpenRows(KeyTable(), answers, 0, 1024, 1 << 18, 4096))
     if count:
         flags.extend(SeqNo(first), count)
