@@ -31,7 +31,7 @@ async def test_a_fault_is_logged_once_before_the_server_has_ended(
 ) -> None:
     async def run_into_fault() -> None:
         async with running_server(CONFIG, SimulatedStore()) as server:
-            server.upkeep.count_memory(lambda: 1 // 0)
+            server.upkeep.count_memory(lambda: iter([1 // 0]))
             with trio.CancelScope(shield=True):
                 await trio.sleep(10)
             early_lines.extend(critical_lines(lines))

@@ -15,12 +15,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from upr_server.runtime.memory_return import (
+    COUNTED_ITEMS,
     FALL_BYTES,
     PAUSE_MAX,
     YOUNG_OBJECTS,
     HeapTrimmer,
     YoungObjects,
     resident_bytes,
+    sums_in_steps,
 )
 
 MIB: Final = 1024 * 1024
@@ -220,6 +222,24 @@ def test_what_was_in_use_for_however_long_is_given_back(uses: list[tuple[int, fl
     for _ in range(2 * len(uses) + 2):
         memory.use(MIB)
     assert memory.resident < MIB + FALL_BYTES
+
+
+@pytest.mark.parametrize("count", [0, 1, COUNTED_ITEMS, 2 * COUNTED_ITEMS + 1])
+def test_what_items_take_is_counted_in_steps(count: int) -> None:
+    calls: list[int] = []
+
+    def count_bytes(item: int) -> int:
+        calls.append(item)
+        return 3 * item
+
+    items = list(range(count))
+    total = 0
+    for nbytes in sums_in_steps(items, count_bytes):
+        assert 0 < len(calls) <= COUNTED_ITEMS
+        calls.clear()
+        items.append(0)
+        total += nbytes
+    assert total == 3 * sum(range(count))
 
 
 def test_what_is_resident_is_told() -> None:

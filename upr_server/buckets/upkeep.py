@@ -4,7 +4,7 @@ forgetting tombstones that the disk's index knows."""
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Final
 
@@ -13,7 +13,7 @@ import trio
 
 from upr_protocol.concurrency import Notifier
 from upr_server.engine import Bucket, MemoryAction
-from upr_server.runtime import HeapTrimmer
+from upr_server.runtime import HeapTrimmer, sums_in_steps
 from upr_server.storage.errors import CorruptionError, StorageError
 from upr_server.storage.online.bucket_disk import BucketDisk
 
@@ -59,10 +59,10 @@ class Upkeep:
         self._short: dict[Bucket, None] = {}
         self._relief_wanted = Notifier()
         self._after_step: list[Callable[[], None]] = []
-        self._memory_counts: list[Callable[[], int]] = []
+        self._memory_counts: list[Callable[[], Iterator[int]]] = []
         self._heap_trimmer = HeapTrimmer()
         self._forgets_refusals_at = -math.inf
-        self.count_memory(lambda: sum([bucket.memory.total for bucket in self._disks]))
+        self.count_memory(lambda: sums_in_steps(self._disks, lambda bucket: bucket.memory.total))
 
     def add_bucket(self, disk: BucketDisk) -> None:
         """Works on one more bucket."""
@@ -74,11 +74,11 @@ class Upkeep:
         self._collapsible.pop(bucket, None)
         self._short.pop(bucket, None)
 
-    def count_memory(self, count: Callable[[], int]) -> None:
+    def count_memory(self, count: Callable[[], Iterator[int]]) -> None:
         """Has freed memory returned to the system when much more is resident than is in use.
 
         Args:
-            count: How many bytes are in use for one purpose.
+            count: How many bytes are in use for one purpose, in parts. Others may run after each.
         """
         self._memory_counts.append(count)
 
@@ -206,7 +206,12 @@ class Upkeep:
                 self.request_relief(disk.bucket)
 
     async def _return_memory(self) -> None:
-        for _ in self._heap_trimmer.note_use(sum(count() for count in self._memory_counts)):
+        bytes_in_use = 0
+        for count in self._memory_counts:
+            for nbytes in count():
+                bytes_in_use += nbytes
+                await trio.lowlevel.checkpoint()
+        for _ in self._heap_trimmer.note_use(bytes_in_use):
             await trio.lowlevel.checkpoint()
 
 

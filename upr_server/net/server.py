@@ -23,7 +23,7 @@ from upr_server.net.log_in import LogInResources
 from upr_server.net.request_context import Handler
 from upr_server.net.resources import EventProvider, PartitionMapProvider, ServerResources
 from upr_server.net.streamer import streams_in_steps
-from upr_server.runtime import AuditLog, Certificates
+from upr_server.runtime import AuditLog, Certificates, sums_in_steps
 from upr_server.user_store import UserStore
 
 CONNECTIONS_TOLD_MAX: Final = 1000
@@ -207,13 +207,12 @@ class ConnectionServer:
             if connection.loses_rights():
                 yield from connection.end_revoked()
 
-    def _memory_bytes(self) -> int:
-        """What the connections hold, about."""
-        streams = sum([len(connection.session.streams) for connection in self.connections])
-        return (
-            CONNECTION_BYTES * len(self.connections)
-            + STREAM_BYTES * streams
-            + self.resources.frame_budget.used_bytes
+    def _memory_bytes(self) -> Iterator[int]:
+        """What the connections hold, about, in parts."""
+        yield self.resources.frame_budget.used_bytes
+        yield from sums_in_steps(
+            self.connections,
+            lambda connection: CONNECTION_BYTES + STREAM_BYTES * len(connection.session.streams),
         )
 
     def shut_down(self) -> Iterator[None]:

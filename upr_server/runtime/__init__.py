@@ -24,6 +24,7 @@ from upr_server.runtime.memory_return import (
     collect_only_young,
     collect_rarely,
     keep_heap_small,
+    sums_in_steps,
 )
 from upr_server.runtime.settings import ConfigError, load_settings
 from upr_server.runtime.signals import run_until_signal
@@ -62,4 +63,5 @@ __all__ = [
     "run_until_signal",
     "set_time_slice",
     "set_up_logging",
+    "sums_in_steps",
 ]

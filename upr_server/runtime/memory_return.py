@@ -7,11 +7,13 @@ import gc
 import math
 import mmap
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import Final
+from typing import Final, TypeVar
+
+T = TypeVar("T")
 
 MMAP_THRESHOLD_BYTES: Final = 256 * 1024
 """Blocks of this size have pages of their own, which go back when they are freed. glibc raises its
@@ -43,6 +45,10 @@ TRIM_STEP_S: Final = 0.001
 TRIM_STEPS_MAX: Final = 1000
 """Steps in which a trim takes holes: some GiB. While it runs others use none of them and make new
 ones, so that under a load it might not end."""
+
+COUNTED_ITEMS: Final = 256
+"""Items whose memory one step counts: some 0.1 ms, and ten times as much on a busy machine, where
+the processor's caches have been used for other things. 2,000 connections at once took 6 ms."""
 
 FREED_BLOCKS: Final = 4096
 """Blocks that one step of a trim frees, at some 0.2 µs each."""
@@ -214,6 +220,18 @@ class YoungObjects:
         if self._is_started:
             self._made_count = 0
             self._collect()
+
+
+def sums_in_steps(items: Iterable[T], count_bytes: Callable[[T], int]) -> Iterator[int]:
+    """What items take together, in parts of `COUNTED_ITEMS` each, between which others may run.
+
+    Args:
+        items: The items. Those that come meanwhile do not count.
+        count_bytes: What one of them takes.
+    """
+    remaining_items = iter(list(items))
+    while counted_items := list(islice(remaining_items, COUNTED_ITEMS)):
+        yield sum([count_bytes(item) for item in counted_items])
 
 
 def resident_bytes() -> int:
