@@ -24,14 +24,23 @@ class HashTable:
     only the table knows of it. What the disk's index knows may be evicted.
 
     Attributes:
+        evicted_through: Keys were forgotten whose newest mutations had numbers up to this.
         kernel_table: The kernel's table. Who changes it without a call here accounts what it grows.
     """
 
-    __slots__ = ("_empty_bytes", "_memory", "holds_item", "kernel_table", "newest")
+    __slots__ = (
+        "_empty_bytes",
+        "_memory",
+        "evicted_through",
+        "holds_item",
+        "kernel_table",
+        "newest",
+    )
 
     def __init__(self, memory: MemoryAccount) -> None:
         self._memory = memory
         self.kernel_table = KeyTable()
+        self.evicted_through = 0
         # A table without keys counts nothing: a bucket has one for each partition from the start.
         self._empty_bytes = self.kernel_table.nbytes
         # Reads go to the kernel without a step of Python between.
@@ -141,6 +150,8 @@ class HashTable:
         nbytes_before = table.nbytes
         evicted_count = table.evict(through, budget, tombstones_only)
         self._memory.table += table.nbytes - nbytes_before
+        if evicted_count:
+            self.evicted_through = max(self.evicted_through, through)
         return evicted_count
 
     def clear(self) -> None:

@@ -182,7 +182,9 @@ class Partition:
         )
         self.rows.last_cas = image.last_cas
         self._note_history()
-        self.manager = MutationManager(image.high_seq, self.rows, memory, on_collapsible)
+        self.manager = MutationManager(
+            image.high_seq, self.rows, memory, on_collapsible, lambda: self.table.evicted_through
+        )
         self.snapshots = self.manager.snapshots
         self._expiries = ExpiryIndex(self.table, memory)
         self.eviction = KeyEviction(self.table, self._expiries, image.high_seq, image.indexed_seq)

@@ -71,6 +71,19 @@ def test_small_snapshots_are_collapsed_eight_at_a_time() -> None:
     assert partition.manager.statistics()["collapses"] == 1
 
 
+def test_a_key_that_the_table_forgot_and_that_came_back_is_in_a_snapshot_once() -> None:
+    partition = new_partition()
+    leave_snapshots(partition, 2, b"a")
+    entries = partition.snapshots.entries[:2]
+    snapshots = [partition.snapshots.close(entry) for entry in entries]
+    # As it is where the table has forgotten the key between the two.
+    snapshots[1].renews_keys = False
+    merge = Collapse(entries, snapshots, evicted_through=1)
+    while not merge.step(100):
+        pass
+    assert [seq for chunk in merge.chunks() for seq in chunk.seqs] == [2]
+
+
 def test_seven_small_snapshots_of_one_key_become_one() -> None:
     partition = new_partition()
     leave_snapshots(partition, 7, b"a")

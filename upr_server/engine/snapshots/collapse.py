@@ -142,6 +142,8 @@ class Collapse:
     Args:
         entries: The run, oldest first.
         snapshots: Their snapshots.
+        evicted_through: The table has forgotten keys up to this number. A snapshot that has one of
+            them again does not count as renewing it.
 
     Attributes:
         entries: The run.
@@ -164,11 +166,18 @@ class Collapse:
         "renews_keys",
     )
 
-    def __init__(self, entries: list[SnapshotEntry], snapshots: list[ClosedSnapshot]) -> None:
+    def __init__(
+        self,
+        entries: list[SnapshotEntry],
+        snapshots: list[ClosedSnapshot],
+        evicted_through: int = 0,
+    ) -> None:
         self.entries = entries
         self.renews_keys = any(snapshot.renews_keys for snapshot in snapshots)
         # Whether no key occurs in two of the snapshots.
-        self._is_disjoint = not any(snapshot.renews_keys for snapshot in snapshots[1:])
+        self._is_disjoint = evicted_through <= snapshots[0].start and not any(
+            snapshot.renews_keys for snapshot in snapshots[1:]
+        )
         # Chunks that are not in the table yet, and those that are; oldest first.
         self._chunks_to_enter = _oldest_first(snapshots)
         self._entered_chunks: deque[Chunk] = deque()

@@ -65,6 +65,7 @@ class MutationManager:
         rows: The rows of the open snapshot.
         memory: What the bucket holds.
         on_collapsible: Called when `needs_collapse` becomes true.
+        evicted_through: Up to which number the table has forgotten keys.
 
     Attributes:
         snapshots: The snapshots.
@@ -76,6 +77,7 @@ class MutationManager:
         "_candidates",
         "_collapse",
         "_collapsed_count",
+        "_evicted_through",
         "_freed_count",
         "_has_released",
         "_memory",
@@ -91,8 +93,10 @@ class MutationManager:
         rows: OpenRows,
         memory: MemoryAccount,
         on_collapsible: Callable[[], None] | None = None,
+        evicted_through: Callable[[], int] = lambda: 0,
     ) -> None:
         self._memory = memory
+        self._evicted_through = evicted_through
         self._on_collapsible = on_collapsible
         self.snapshots: SnapshotList[Cursor] = SnapshotList(start, rows, memory, self._released)
         # Entries around which something to collapse may be found, in their order, each with whether
@@ -325,7 +329,7 @@ class MutationManager:
             return 0
         run = entries_to_join(cursor.entry)
         if run:
-            collapse = Collapse(run, [self.snapshots.close(entry) for entry in run])
+            collapse = self._collapse_of(run)
             while not collapse.step(sys.maxsize):
                 pass
             self._finish(collapse)
@@ -359,8 +363,12 @@ class MutationManager:
             # Cursors may have come since it became a candidate.
             run = entries_to_collapse(self.snapshots.entries, entry, may_be_short=may_be_short)
             if run is not None:
-                return Collapse(run, [self.snapshots.close(entry) for entry in run])
+                return self._collapse_of(run)
         return None
+
+    def _collapse_of(self, run: list[SnapshotEntry]) -> Collapse:
+        snapshots = [self.snapshots.close(entry) for entry in run]
+        return Collapse(run, snapshots, self._evicted_through())
 
     def _finish(self, collapse: Collapse) -> None:
         run, needed_collapse = collapse.entries, self.needs_collapse
