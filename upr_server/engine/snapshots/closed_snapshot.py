@@ -32,8 +32,9 @@ class ClosedSnapshot:
         start: Exclusive; the end of the snapshot before it.
         end: Inclusive; the number of its last mutation.
         nbytes: What it takes, about, as of when it was made.
-        renews_keys: Whether it may have keys that were known before it. If not, it supersedes
-            nothing in older snapshots: a bulk load of new keys does not.
+        renews_keys: Whether it may have keys that the hash table knew before it. If not, it
+            supersedes nothing in older snapshots, as a bulk load of new keys does not, but for keys
+            that the table had forgotten by then.
     """
 
     __slots__ = ("_segments", "end", "nbytes", "renews_keys", "start")
