@@ -183,7 +183,7 @@ class Partition:
         self.rows.last_cas = image.last_cas
         self._note_history()
         self.manager = MutationManager(
-            image.high_seq, self.rows, memory, on_collapsible, lambda: self.table.evicted_through
+            image.high_seq, self.rows, self.table, memory, on_collapsible
         )
         self.snapshots = self.manager.snapshots
         self._expiries = ExpiryIndex(self.table, memory)

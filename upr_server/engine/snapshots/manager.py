@@ -30,6 +30,7 @@ import msgspec
 
 from upr_kernel import OpenRows
 from upr_protocol.ids import SeqNo
+from upr_server.engine.hash_table import HashTable
 from upr_server.engine.memory_account import MemoryAccount
 from upr_server.engine.snapshots.closed_snapshot import ClosedSnapshot
 from upr_server.engine.snapshots.collapse import (
@@ -63,9 +64,9 @@ class MutationManager:
     Args:
         start: The number before the first mutation that it will take in.
         rows: The rows of the open snapshot.
+        table: The partition's keys; it tells up to which number it has forgotten some.
         memory: What the bucket holds.
         on_collapsible: Called when `needs_collapse` becomes true.
-        evicted_through: Up to which number the table has forgotten keys.
 
     Attributes:
         snapshots: The snapshots.
@@ -77,11 +78,11 @@ class MutationManager:
         "_candidates",
         "_collapse",
         "_collapsed_count",
-        "_evicted_through",
         "_freed_count",
         "_has_released",
         "_memory",
         "_on_collapsible",
+        "_table",
         "dropped_count",
         "persistence",
         "snapshots",
@@ -91,12 +92,12 @@ class MutationManager:
         self,
         start: SeqNo,
         rows: OpenRows,
+        table: HashTable,
         memory: MemoryAccount,
         on_collapsible: Callable[[], None] | None = None,
-        evicted_through: Callable[[], int] = lambda: 0,
     ) -> None:
         self._memory = memory
-        self._evicted_through = evicted_through
+        self._table = table
         self._on_collapsible = on_collapsible
         self.snapshots: SnapshotList[Cursor] = SnapshotList(start, rows, memory, self._released)
         # Entries around which something to collapse may be found, in their order, each with whether
@@ -368,7 +369,7 @@ class MutationManager:
 
     def _collapse_of(self, run: list[SnapshotEntry]) -> Collapse:
         snapshots = [self.snapshots.close(entry) for entry in run]
-        return Collapse(run, snapshots, self._evicted_through())
+        return Collapse(run, snapshots, self._table.evicted_through)
 
     def _finish(self, collapse: Collapse) -> None:
         run, needed_collapse = collapse.entries, self.needs_collapse
