@@ -327,6 +327,9 @@ class TlsLink:
 
         Returns:
             What is left. The next call must begin with it: some of it may be encrypted already.
+
+        Raises:
+            ssl.SSLError: As `encrypt` does.
         """
         sent_bytes = 0
         while buffers:
@@ -343,7 +346,11 @@ class TlsLink:
 
     def encrypt(self, buffers: Sequence[Buffer]) -> Sequence[Buffer]:
         """The encrypted form of the first `WRITE_BYTES` of `buffers`; or what is left of that form
-        if it was not sent as a whole. Call `note_sent` when all of it is."""
+        if it was not sent as a whole. Call `note_sent` when all of it is.
+
+        Raises:
+            ssl.SSLError: What was read had an error, which has ended the connection.
+        """
         if not self._ciphertext:
             self._ciphertext = self._encrypt(buffers)
         return self._ciphertext

@@ -7,6 +7,7 @@ methods.
 
 from __future__ import annotations
 
+import ssl
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from typing import Final, Protocol
@@ -387,13 +388,20 @@ class TlsStream(trio.abc.HalfCloseableStream):
     def write_now(self, buffers: Sequence[Buffer]) -> Sequence[Buffer]:
         """As the function `write_now`."""
         self._check_writable()
-        return self.link.write(buffers, lambda data: write_now(self.transport, data))
+        try:
+            return self.link.write(buffers, lambda data: write_now(self.transport, data))
+        except ssl.SSLError as error:
+            raise _not_encrypted(error) from error
 
     async def write_rest(self, buffers: Sequence[Buffer], timeout_s: float) -> None:
         """As the function `write_rest`."""
         self._check_writable()
         while buffers:
-            await write_rest(self.transport, self.link.encrypt(buffers), timeout_s)
+            try:
+                ciphertext = self.link.encrypt(buffers)
+            except ssl.SSLError as error:
+                raise _not_encrypted(error) from error
+            await write_rest(self.transport, ciphertext, timeout_s)
             buffers = self.link.note_sent(buffers)
 
     def _check_writable(self) -> None:
@@ -436,3 +444,9 @@ class TlsStream(trio.abc.HalfCloseableStream):
 def _as_broken(error: UprError) -> BaseException:
     """How an error of the link is raised by a stream."""
     return trio.BrokenResourceError(str(error)) if isinstance(error, BrokenError) else error
+
+
+def _not_encrypted(error: ssl.SSLError) -> trio.BrokenResourceError:
+    """What is raised where OpenSSL encrypts nothing more. The reader has met the cause: a cut, or
+    bytes that the other side did not send. It and the writer may have their turn together."""
+    return trio.BrokenResourceError(f"TLS had failed: {error}")

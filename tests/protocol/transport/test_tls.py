@@ -334,6 +334,31 @@ async def test_a_handshake_may_be_cancelled(
     assert await near.receive_some() == b""
 
 
+@pytest.mark.parametrize("how", ["is cut", "has a changed byte"])
+async def test_nothing_can_be_written_any_more_once_what_is_read(
+    certificates: Certificates, how: str
+) -> None:
+    """A writer has its turn together with the reader, and must not raise what nobody expects."""
+    client_side, server_side = contexts(certificates)
+    near, far = memory_stream_pair()
+    client = TlsStream(near, TlsLink(client_side, "localhost"), new_tls_scratch())
+    server = TlsStream(far, TlsLink(server_side, None), new_tls_scratch())
+    async with client, server:
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(server.handshake)
+            await client.handshake()
+        if how == "is cut":
+            await near.send_eof()
+        else:
+            await near.send_all(b"\x17\x03\x03\x00\x20" + bytes(32))
+        with pytest.raises(trio.BrokenResourceError):
+            await server.receive_some(1)
+        with pytest.raises(trio.BrokenResourceError):
+            server.write_now([b"x"])
+        with pytest.raises(trio.BrokenResourceError):
+            await server.write_rest([b"x"], 1)
+
+
 # Files.
 
 
