@@ -19,21 +19,28 @@ import trio.testing
 from tests.kit.placed_keys import key_in
 from tests.kit.reference_cycles import no_collections
 from tests.server.test_connection import Peer, make_server, sets
+from tests.server.test_log_in import USERS
 from upr_kernel import pack_header
 from upr_protocol.chunk import Bundle, chunk_of_plain_sets
 from upr_protocol.errors import Status
 from upr_protocol.failover import NOTHING_YET
 from upr_protocol.ids import PartitionId, PartitionState
+from upr_protocol.scram import SCRAM, ScramClient
 from upr_protocol.wire import (
     Barrier,
     BarrierReply,
     CloseStream,
+    ContinueLogIn,
+    Error,
     Get,
     GetReply,
     Go,
+    HelloReply,
+    LogInChallenge,
     Mutate,
     MutateReply,
     Refusal,
+    StartLogIn,
     Stream,
     StreamEnd,
     StreamReply,
@@ -118,6 +125,33 @@ async def test_nothing_of_a_connection_is_left_when_the_peer(
             before = alive(OF_A_CONNECTION)
             await serve(server, how)
             assert alive(OF_A_CONNECTION) == before
+
+
+async def test_nothing_of_a_connection_is_left_whose_log_in_failed(
+    autojump_clock: trio.testing.MockClock,
+) -> None:
+    """Strangers can have as many of these as they like."""
+    server = make_server()
+    async with server.recovered_buckets():
+        server.users.users = USERS
+        with no_collections():
+            before = alive((*OF_A_CONNECTION, "LogInExchange"))
+            await _fail_to_log_in(server)
+            assert alive((*OF_A_CONNECTION, "LogInExchange")) == before
+
+
+async def _fail_to_log_in(server: Server) -> None:
+    own_end, peer_end = trio.testing.memory_stream_pair()
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(server.connections.serve, peer_end)
+        peer, client = Peer(own_end), ScramClient("bob", "a wrong password", "nonce")
+        await peer.say()
+        await peer.hear(HelloReply)
+        await peer.say(StartLogIn(SCRAM, client.client_first()))
+        challenge = await peer.hear(LogInChallenge)
+        await peer.say(ContinueLogIn(client.client_final(challenge.data)))
+        assert (await peer.hear(Error)).status == Status.LOG_IN_FAILED
+        await own_end.aclose()
 
 
 @pytest.mark.parametrize("is_on_disk", [False, True])

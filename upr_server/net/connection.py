@@ -127,9 +127,7 @@ class AcceptedConnection:
         self._is_lost = False
         """Whether reading or writing has met an error."""
         self._opened_at = trio.current_time()
-        self._frame = UnfinishedFrame(
-            resources.frame_budget, peer.rpartition(":")[0], self._drop_frame
-        )
+        self._frame = UnfinishedFrame(resources.frame_budget, peer.rpartition(":")[0], self._drop_frame)
         """What is held of the frame that is arriving."""
         self._is_unread = False
         """Whether it is the server that does not read, though nothing is being written."""
@@ -394,8 +392,9 @@ class AcceptedConnection:
         """Waits before anything is handled that the client has sent behind its log-in: until a
         failure is answered, or until the user may have more bytes read."""
         log_in = self.context.log_in
-        if log_in.late_answer is not None:
-            await log_in.late_answer()
+        if log_in.has_failed:
+            await trio.sleep(self._resources.log_ins.failure_delay_s)
+            log_in.tell_failure()
         elif log_in.usage is not None:
             await self._pause_reading(log_in.usage.pause_after_reading(0, trio.current_time()))
 

@@ -9,7 +9,7 @@ none left, nothing that it sends is tried at all; so more connections do not hel
 from __future__ import annotations
 
 import secrets
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from typing import Final
 
 import attrs
@@ -95,8 +95,6 @@ class LogInExchange:
 
     Attributes:
         usage: What the user has of this node; None before the log-in.
-        late_answer: Answers the attempt, after a while; None if it did not fail. Nothing else that
-            the client has sent may be handled before: its answer would tell of the failure at once.
     """
 
     def __init__(
@@ -116,8 +114,15 @@ class LogInExchange:
         self._access = access
         self._wake = wake
         self.usage: UserUsage | None = None
-        self.late_answer: Callable[[], Awaitable[None]] | None = None
         self._exchange: tuple[str, Verifier, ScramServer] | None = None
+        self._refusal = ""
+        """Why the attempt has failed, as the client is told; empty if it has not."""
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether the attempt has failed. Nothing else that the client has sent may be handled
+        before `tell_failure`: its answer would tell of the failure at once."""
+        return bool(self._refusal)
 
     def begin(self, request: StartLogIn) -> None:
         """The client names its mechanism, and says the first message."""
@@ -209,11 +214,13 @@ class LogInExchange:
         self._access.note_log_in(name, mechanism, is_allowed=False)
         self._log_ins.failures.count_failure(self._host, trio.current_time())
         log.warning("log-in failed", peer=self._peer, user=name, reason=sentence)
+        # Not a function that answers: it would refer to this object, and this object to it. What
+        # the connection had would stay in memory for ever.
+        self._refusal = sentence
 
-        async def answer() -> None:
-            await trio.sleep(self._log_ins.failure_delay_s)
-            if self._session.state is not SessionState.CLOSED:
-                self._session.fail(Status.LOG_IN_FAILED, sentence)
-                self._wake()
-
-        self.late_answer = answer
+    def tell_failure(self) -> None:
+        """Tells the client that its attempt has failed, and ends the session. To be called late:
+        see `LogInResources.failure_delay_s`."""
+        if self._session.state is not SessionState.CLOSED:
+            self._session.fail(Status.LOG_IN_FAILED, self._refusal)
+            self._wake()
