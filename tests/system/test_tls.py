@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import os
 import signal
 from pathlib import Path
 
-from tests.kit.certificates import Authority, Certificate, Certificates
+from tests.kit.certificates import Authority, Certificate, Certificates, encrypted
 from tests.kit.process import (
     UPR,
     UPR_SERVER,
     Finished,
     ServerProcess,
+    children_of,
     eventually,
     run,
     server_process,
 )
+from upr_protocol.client import connect
+from upr_protocol.ids import Durability
 
 
 def options(certificate: Certificate, *more: str) -> tuple[str, ...]:
@@ -65,6 +69,24 @@ async def test_a_certificate_is_renewed_on_sighup(tmp_path: Path) -> None:
         server.process.send_signal(signal.SIGHUP)
         await eventually(lambda: bool(server.events("certificate read anew")), "it is read")
         assert "CN=renewed" in (await s_client(server)).out.replace(" ", "")
+
+
+async def test_a_hangup_that_reaches_the_disk_s_processes_ends_none_of_them(
+    certificates: Certificates,
+) -> None:
+    """A service manager sends a signal to all processes of a service, and so does a terminal."""
+    async with server_process(*options(certificates.server)) as server:
+        url, security = server.url().replace("upr:", "uprs:"), certificates.security()
+        async with connect(encrypted(url, security)) as client:
+            await client.create_bucket("b", 4)
+        async with connect(encrypted(f"{url}b", security)) as client:
+            for _ in range(2):
+                # The one process writes for this, and the other one reads.
+                await client.set("k", "v", durability=Durability.PERSISTED)
+                await client.seqnos_at_time(0)
+                for pid in (*children_of(server.process.pid), server.process.pid):
+                    os.kill(pid, signal.SIGHUP)
+                await eventually(lambda: bool(server.events("certificate read anew")), "it is read")
 
 
 async def test_the_system_s_authorities_are_those_of_a_file_that_a_variable_names(

@@ -49,8 +49,9 @@ REQUEST: Final = request_type()
 def main(arguments: Sequence[str]) -> None:
     """Carries out calls until the pipe ends."""
     descriptor, path, role, bytes_max, slots_descriptor = arguments
-    for signal_number in (signal.SIGINT, signal.SIGTERM):
-        # Ctrl-C reaches the whole process group. The server closes the pipe when it has stopped.
+    for signal_number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        # A terminal and a service manager send these to all processes. They are for the server: it
+        # stops, or reads its certificate anew. It closes the pipe when it has stopped.
         signal.signal(signal_number, signal.SIG_IGN)
     # A crash in C tells its place on standard error.
     faulthandler.enable(2)
