@@ -35,6 +35,15 @@ except ValueError:
     structlog.get_logger("upr_server.app").exception("connection failed")
 """
 
+STRANGE_PROGRAM = r"""
+import logging, structlog, sys
+from upr_server.runtime import set_up_logging
+set_up_logging(*sys.argv[1:])
+for text in ("\x1b[2J", "\x1b[2J and more", "\x9b2J\u202e", "a\nb", "\udcff"):
+    structlog.get_logger("upr_server.app").info("ours", error=text)
+    logging.getLogger("hypercorn.error").warning(text)
+"""
+
 
 def logged(level: str, form: str, program: str = PROGRAM) -> list[str]:
     run = subprocess.run(
@@ -67,6 +76,14 @@ def test_the_console_form_is_not_json() -> None:
     trouble, ours = logged("info", "console")
     assert "a library's trouble" in trouble
     assert "port=1" in ours
+
+
+@pytest.mark.parametrize("form", ["console", "json"])
+def test_no_text_of_a_stranger_reaches_a_terminal_as_it_is(form: str) -> None:
+    log_lines = logged("info", form, STRANGE_PROGRAM)
+    assert len(log_lines) == 10
+    assert all(line.isprintable() for line in log_lines)
+    assert all("\\" in line for line in log_lines)
 
 
 @pytest.mark.parametrize("form", ["console", "json"])

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import sys
-from typing import Literal
+from collections.abc import MutableMapping
+from typing import Any, Literal
 
 import structlog
 
@@ -27,16 +28,19 @@ def set_up_logging(level: str, form: Literal["console", "json"]) -> None:
         structlog.processors.TimeStamper(fmt="iso", utc=True),
         structlog.processors.StackInfoRenderer(),
     ]
-    renderer: structlog.typing.Processor
+    renderers: list[structlog.typing.Processor]
     if form == "json":
         shared.append(structlog.processors.format_exc_info)
-        renderer = structlog.processors.JSONRenderer()
+        renderers = [structlog.processors.JSONRenderer()]
     else:
         # Where the package rich is installed, the default would print the values of local
         # variables: keys, documents, passwords.
-        renderer = structlog.dev.ConsoleRenderer(
-            colors=sys.stderr.isatty(), exception_formatter=structlog.dev.plain_traceback
-        )
+        renderers = [
+            _escape_unprintable,
+            structlog.dev.ConsoleRenderer(
+                colors=sys.stderr.isatty(), exception_formatter=structlog.dev.plain_traceback
+            ),
+        ]
     structlog.configure(
         processors=[*shared, structlog.stdlib.ProcessorFormatter.wrap_for_formatter],
         wrapper_class=structlog.make_filtering_bound_logger(level),
@@ -47,7 +51,7 @@ def set_up_logging(level: str, form: Literal["console", "json"]) -> None:
     handler.setFormatter(
         structlog.stdlib.ProcessorFormatter(
             foreign_pre_chain=shared,
-            processors=[structlog.stdlib.ProcessorFormatter.remove_processors_meta, renderer],
+            processors=[structlog.stdlib.ProcessorFormatter.remove_processors_meta, *renderers],
         )
     )
     handler.start(limit.report)
@@ -55,3 +59,15 @@ def set_up_logging(level: str, form: Literal["console", "json"]) -> None:
     root.handlers[:] = [handler]
     root.setLevel(max(logging.WARNING, logging.getLevelNamesMapping()[level.upper()]))
     logging.getLogger("upr_server").setLevel(level.upper())
+
+
+def _escape_unprintable(
+    _logger: object, _method: str, event_dict: MutableMapping[str, Any]
+) -> MutableMapping[str, Any]:
+    """A processor of structlog that escapes what a terminal might obey, in the texts of an event.
+    Strangers choose some of them. The console's form does it only in texts with a space or an end
+    of a line."""
+    for name, value in event_dict.items():
+        if isinstance(value, str) and not value.isprintable():
+            event_dict[name] = value.encode("unicode_escape").decode()
+    return event_dict
