@@ -867,7 +867,7 @@ async def test_a_peer_that_was_not_listened_to_is_not_called_silent(
     read."""
     server = make_server()
     budget = server.connections.resources.frame_budget
-    frames = [UnfinishedFrame(budget, "", lambda reason: None) for _ in range(256)]
+    frames = [UnfinishedFrame(budget, "memory", lambda reason: None) for _ in range(256)]
     async with connected(server, idle_interval_s=1) as peer:
         await peer.open()
         for frame in frames:

@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from trio.testing import MockClock
 
+from tests.server.test_connection import make_server
 from upr_server.net.frame_budget import (
     FRAME_BYTES_PER_S_MIN,
     FRAME_TIMEOUT_S,
@@ -52,6 +53,19 @@ class _Frames:
     def progress(self, frame: UnfinishedFrame, count: int, now: float) -> None:
         frame.note_read(count, now)
         frame.set_held_bytes(frame.nbytes + count, now, is_new=False)
+
+
+async def test_the_addresses_of_an_ipv6_network_have_one_share() -> None:
+    """Everybody has more of these than a server has connections."""
+    connections = make_server().connections
+    peers = ("[2001:db8::1]:9", "[2001:db8::2]:9", "[2001:db8:0:1::1]:9", f"{ONE}:9", f"{ONE}:10")
+    first, same, third, of_ipv4, same_of_ipv4 = (
+        connections.new_connection(trio.testing.memory_stream_pair()[0], peer)._frame.address
+        for peer in peers
+    )
+    assert first == same
+    assert of_ipv4 == same_of_ipv4
+    assert len({first, third, of_ipv4}) == 3
 
 
 def test_many_frames_are_dropped_some_in_each_step() -> None:

@@ -40,6 +40,7 @@ from upr_server.net.log_in import offered_mechanisms
 from upr_server.net.request_context import Handler, RequestContext, remaining_steps
 from upr_server.net.resources import ServerResources
 from upr_server.net.streamer import streams_in_steps
+from upr_server.runtime import network_of
 
 SLICE_S: Final = 0.001
 """How long one peer's requests are answered before others have their turn."""
@@ -127,7 +128,7 @@ class AcceptedConnection:
         self._is_lost = False
         """Whether reading or writing has met an error."""
         self._opened_at = trio.current_time()
-        self._frame = UnfinishedFrame(resources.frame_budget, peer.rpartition(":")[0], self._drop_frame)
+        self._frame = UnfinishedFrame(resources.frame_budget, network_of(peer), self._drop_frame)
         """What is held of the frame that is arriving."""
         self._is_unread = False
         """Whether it is the server that does not read, though nothing is being written."""

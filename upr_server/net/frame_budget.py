@@ -52,11 +52,13 @@ class UnfinishedFrame:
 
     Args:
         budget: The budget.
-        address: The peer's address, without its port.
+        address: The peer's address, without its port; of IPv6 the network, of whose addresses
+            everybody has as many as there are connections.
         drop: Ends the connection, and releases what it holds. Called with the reason.
 
     Attributes:
-        address: The peer's address, without its port.
+        address: The peer's address, without its port; of IPv6 the network, of whose addresses
+            everybody has as many as there are connections.
         drop: Ends the connection.
         nbytes: Bytes of memory that the connection holds; 0 between frames.
     """
