@@ -257,9 +257,10 @@ def test_young_objects_are_looked_at_in_time(made: list[int | None]) -> None:
 
     young = YoungObjects(collect)
     young.note_made(YOUNG_OBJECTS)
-    assert not collections, "it has not begun"
+    collections_before_start = collections
     young.start()
     try:
+        assert (collections_before_start, collections) == (0, 1)
         gc.collect(0)
         count = 0
         for objects in made:

@@ -196,9 +196,10 @@ class YoungObjects:
 
     def start(self) -> None:
         """Counts from now on, in this process; the collector looks only at young objects already.
-        Before that nothing is collected here."""
+        Before that nothing is collected here. What was made until now is looked at at once."""
         self._is_started = True
         gc.callbacks.append(self._note_collection)
+        self.collect()
 
     def stop(self) -> None:
         """Stops counting collections."""
