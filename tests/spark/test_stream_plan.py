@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from datetime import UTC, datetime, timedelta
@@ -18,7 +19,7 @@ from pyspark.sql.streaming.datasource import ReadAllAvailable, ReadMaxBytes, Rea
 from pyspark.sql.types import StructField, StructType
 
 from tests.spark.model_driver_client import BYTES_A_ROW, ModelDriverClient
-from upr_protocol.client import HeldLease
+from upr_protocol.client import HeldLease, PartitionInfo, PartitionNumbers
 from upr_protocol.errors import ServerError, Status
 from upr_protocol.failover import FailoverLog
 from upr_protocol.ids import HistoryId, PartitionId, SeqNo
@@ -741,6 +742,90 @@ def test_a_failover_while_the_beginning_is_looked_for_is_noticed(stability: str)
     assert ranges_of(list(reader.partitions(start, end))) == [(0, 7, 11, None)]  # type: ignore[arg-type]
 
 
+class LateDriver(ModelDriverClient):
+    """Knows the logs as they were when it asked for the numbers last, as a connection that was made
+    before does."""
+
+    logs: Mapping[PartitionId, PartitionInfo] = {}
+
+    def seqnos(self) -> Mapping[PartitionId, PartitionNumbers]:
+        self.logs = super().partition_infos()
+        return super().seqnos()
+
+    def partition_infos(self, *, anew: bool = False) -> Mapping[PartitionId, PartitionInfo]:
+        return super().partition_infos() if anew else self.logs
+
+
+def test_another_node_that_grants_the_lease_of_a_batch_is_noticed() -> None:
+    """It has all that there was, and its own history. With the old one in the offset, a stream
+    would have to go back that has lost nothing."""
+    driver = LateDriver(1)
+    write_rows(driver, 0, 10)
+    reader = reader_of(driver)
+    start = reader.latestOffset(reader.initialOffset(), ReadAllAvailable())
+    reader.commit(start)
+    write_rows(driver, 0, 5)
+
+    def take_over() -> None:
+        driver.fail_over(0, 15)
+        write_rows(driver, 0, 5)
+
+    driver.before_next_lease = take_over
+    end = reader.latestOffset(start, ReadAllAvailable())
+    assert ranges_of(list(reader.partitions(start, end))) == [(0, 10, 20, None)]  # type: ignore[arg-type]
+    assert reader.latestOffset(end, ReadAllAvailable()) is end
+
+
+class LosingDriver(ModelDriverClient):
+    """A bucket of one partition that loses rows as soon as it has granted a lease, and gets fewer
+    new ones.
+
+    Attributes:
+        losses: How often it does.
+    """
+
+    losses = 0.0
+
+    def acquire_lease(self, lease_id: int, ranges: Sequence[tuple[int, int, int]]) -> HeldLease:
+        lease = super().acquire_lease(lease_id, ranges)
+        if self.losses:
+            self.losses -= 1
+            self.fail_over(0, self.partitions[0].high - 5)
+            write_rows(self, 0, 3)
+        return lease
+
+
+def test_a_batch_does_not_end_where_a_new_history_has_yet_to_come() -> None:
+    driver = LosingDriver(1)
+    write_rows(driver, 0, 10)
+    reader = reader_of(driver)
+    start = reader.latestOffset(reader.initialOffset(), ReadAllAvailable())
+    reader.commit(start)
+    write_rows(driver, 0, 10)
+    driver.losses = 1
+    end = reader.latestOffset(start, ReadAllAvailable())
+    assert ranges_of(list(reader.partitions(start, end))) == [(0, 10, 18, None)]  # type: ignore[arg-type]
+    assert len(driver.leases) == 1
+
+
+@pytest.mark.parametrize("is_new", [False, True])
+def test_a_plan_that_meets_one_failover_after_another_ends(*, is_new: bool) -> None:
+    class FailingDriver(LosingDriver):
+        def partition_infos(self, *, anew: bool = False) -> Mapping[PartitionId, PartitionInfo]:
+            if is_new:
+                self.fail_over(0, self.partitions[0].high)
+            return super().partition_infos(anew=anew)
+
+    driver = FailingDriver(1)
+    write_rows(driver, 0, 100)
+    driver.losses = math.inf
+    reader = reader_of(driver, startingOffsets="latest" if is_new else "earliest")
+    with pytest.raises(PipelineError, match="again and again") as failed:
+        reader.latestOffset(reader.initialOffset(), ReadAllAvailable())
+    assert failed.value.code == "UPR_SERVER"
+    assert not driver.leases
+
+
 @pytest.mark.parametrize("to", [4, 5, 6])
 def test_a_failover_between_a_snapshots_parts_and_its_end(to: int) -> None:
     """The first part has no row of the key, as the last number of the snapshot superseded it. Where
@@ -944,6 +1029,44 @@ def test_a_stream_begins_at_a_time() -> None:
     assert reader.initialOffset() == start, "Spark asks again"
     end = reader.latestOffset(start, ReadAllAvailable())
     assert ranges_of(list(reader.partitions(start, end))) == [(0, 2, 5, None), (1, 3, 5, None)]  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("on_rollback", ["fail", "marker"])
+@pytest.mark.parametrize("is_asked", [False, True])
+def test_a_failover_before_a_stream_has_begun_at_its_time(
+    *, is_asked: bool, on_rollback: str
+) -> None:
+    """The rows since then begin at another number in the new history, and nothing was read that
+    would have to be undone."""
+    noon = datetime(2026, 1, 31, 12, tzinfo=UTC)
+
+    class FailingDriver(ModelDriverClient):
+        is_to_fail = False
+
+        def seqnos_at_time(self, time: datetime) -> Mapping[int, int]:
+            seqs = super().seqnos_at_time(time)
+            if self.is_to_fail:
+                self.is_to_fail = False
+                self.lose_rows()
+            return seqs
+
+        def lose_rows(self) -> None:
+            self.fail_over(0, 4)
+            self.times = {number: time for number, time in self.times.items() if number[1] <= 4}
+            write_rows(self, 0, 20)
+
+    driver = FailingDriver(1)
+    write_rows(driver, 0, 10)
+    driver.times = {(0, seq): noon - timedelta(seconds=1) for seq in range(1, 11)}
+    driver.is_to_fail = is_asked
+    options = {"startingTimestamp": noon.isoformat(), "onRollback": on_rollback}
+    reader = reader_of(driver, partitions=None, **options)
+    start = reader.initialOffset()
+    if not is_asked:
+        driver.lose_rows()
+    end = reader.latestOffset(start, ReadAllAvailable())
+    for again in (reader, reader_of(driver, partitions=None, **options)):
+        assert ranges_of(list(again.partitions(start, end))) == [(0, 4, 24, None)]  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("stability", ["durable", "any"])

@@ -137,8 +137,10 @@ class MicroBatchReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         """Where a new query begins."""
         if self._initial is None:
             start, time = self._options.start, self._options.start_time
-            self._initial = self._planner.initial_offset(
-                start if time is None else self._server.seqnos_at_time(time)
+            self._initial = (
+                self._planner.initial_offset(start)
+                if time is None
+                else self._planner.initial_offset_at_time(time)
             )
         return self._initial.to_json()
 

@@ -24,8 +24,12 @@ _NOTHING: Final = PartitionOffset()
 BATCH_ENDS_MAX: Final = 6
 """So many ends of earlier batches an offset has for each partition. They make it longer."""
 
+PLAN_TRIES: Final = 10
+"""How often a plan is tried that failovers spoil. Mostly a failover takes longer than a plan."""
+
 Partitions = dict[PartitionId, PartitionOffset]
 K = TypeVar("K", int, PartitionId, str)
+T = TypeVar("T")
 
 
 @attrs.frozen
@@ -114,15 +118,9 @@ class StreamPlan:
         """
         if start == "earliest":
             return StreamOffset(self._bucket, {}, is_initial=True)
-        seqnos, infos = self._driver.seqnos(), self._driver.partition_infos()
+        seqnos, infos = self._in_one_history(lambda seqnos: seqnos)
         if not isinstance(start, str):
             check_named("startingOffsets", start, seqnos)
-        if any(
-            partition not in infos or infos[partition].log.current != numbers.history_id
-            for partition, numbers in seqnos.items()
-        ):
-            # A partition began another history in between: the number is one of the old history.
-            return self.initial_offset(start)
         partitions: Partitions = {}
         for partition, numbers in seqnos.items():
             if isinstance(start, str):
@@ -138,6 +136,34 @@ class StreamPlan:
             if seq:
                 partitions[partition] = PartitionOffset(infos[partition].log, seq, seq, seq)
         return StreamOffset(self._bucket, partitions, is_initial=True)
+
+    def initial_offset_at_time(self, time: datetime) -> StreamOffset:
+        """Where a new stream begins that has the changes since a time.
+
+        Raises:
+            PipelineError: The server cannot be asked.
+        """
+        return self._moved_to_time(StreamOffset(self._bucket, {}, is_initial=True), time)
+
+    def _in_one_history(
+        self, question: Callable[[Mapping[PartitionId, PartitionNumbers]], T]
+    ) -> tuple[T, Mapping[PartitionId, PartitionInfo]]:
+        """An answer with numbers, and the logs of the histories that these are numbers of. If a
+        partition begins another history in between, all is asked again.
+
+        Args:
+            question: Asks, given how far each partition is.
+        """
+        for _ in range(PLAN_TRIES):
+            seqnos = self._driver.seqnos()
+            answer = question(seqnos)
+            infos = self._driver.partition_infos()
+            if all(
+                partition in infos and infos[partition].log.current == numbers.history_id
+                for partition, numbers in seqnos.items()
+            ):
+                return answer, infos
+        raise _failing_over_error()
 
     def stop_at_current_end(self) -> None:
         """No batch will go beyond what there is now, once it is on disk."""
@@ -194,15 +220,33 @@ class StreamPlan:
 
     def _moved_to_time(self, start: StreamOffset, time: datetime) -> StreamOffset:
         """The beginning of the stream, behind all rows from before `time` that there are now."""
-        seqs, infos = self._driver.seqnos_at_time(time), self._driver.partition_infos()
-        moved = {
-            partition: PartitionOffset(info.log, SeqNo(seq), SeqNo(seq), SeqNo(seq))
-            for partition, info in infos.items()
-            if (seq := seqs.get(partition, 0)) > start.partition_offset(partition).seq
-        }
+
+        def seqs_at_time(_: Mapping[PartitionId, PartitionNumbers]) -> Mapping[int, int]:
+            seqs = self._driver.seqnos_at_time(time)
+            # The logs are at least as new as these.
+            self._driver.seqnos()
+            return seqs
+
+        seqs, infos = self._in_one_history(seqs_at_time)
+        moved: Partitions = {}
+        for partition, info in infos.items():
+            offset, seq = start.partition_offset(partition), SeqNo(seqs.get(partition, 0))
+            # Nothing was read yet. So if the place was lost, there is nothing to undo, and the rows
+            # since the time begin elsewhere.
+            if seq > offset.seq or _rollback_needed(offset, info) is not None:
+                moved[partition] = PartitionOffset(info.log, seq, seq, seq)
         return attrs.evolve(start, partitions={**start.partitions, **moved})
 
     def _end_after(self, start: StreamOffset, limits: StreamLimits) -> StreamOffset:
+        for _ in range(PLAN_TRIES):
+            end = self._end_unless_parted(start, limits)
+            if end is not None:
+                return end
+        raise _failing_over_error()
+
+    def _end_unless_parted(self, start: StreamOffset, limits: StreamLimits) -> StreamOffset | None:
+        """Where the batch ends that begins at `start`; None if a partition has begun another
+        history while that was planned."""
         seqnos = self._driver.seqnos()
         self._age.note_ends(self._available(seqnos))
         partitions = self._after_rollbacks(start, seqnos)
@@ -297,7 +341,7 @@ class StreamPlan:
         partitions: Partitions,
         seqnos: Mapping[PartitionId, PartitionNumbers],
         limits: StreamLimits,
-    ) -> StreamOffset:
+    ) -> StreamOffset | None:
         ends = {
             partition: self._limit(partition, numbers.persisted_seq)
             for partition, numbers in seqnos.items()
@@ -319,9 +363,9 @@ class StreamPlan:
             partitions = self._after_purges(partitions)
             lease = self._acquire(_backlog(partitions, ends), to)
         infos = self._driver.partition_infos()
-        if _has_parted_since(seqnos, partitions, infos):
+        if _has_parted_since(seqnos, partitions, infos) or _is_of_other_history(lease, infos):
             self._driver.release_lease(lease.lease_id)
-            return self._end_after(start, limits)
+            return None
         self.release_lease_on_commit(lease.lease_id)
         self.release_target_lease()
         pinned = {range_.partition: range_.end for range_ in lease.ranges}
@@ -357,7 +401,7 @@ class StreamPlan:
         partitions: Partitions,
         seqnos: Mapping[PartitionId, PartitionNumbers],
         limits: StreamLimits,
-    ) -> StreamOffset:
+    ) -> StreamOffset | None:
         ends = {
             partition: self._limit(partition, numbers.high_seq)
             for partition, numbers in seqnos.items()
@@ -367,7 +411,7 @@ class StreamPlan:
             partitions = self._after_purges(partitions)
             infos = self._driver.partition_infos()
             if _has_parted_since(seqnos, partitions, infos):
-                return self._end_after(start, limits)
+                return None
         else:
             ends = {}
         partitions = self._begin_snapshots(partitions, infos, ends)
@@ -668,6 +712,24 @@ def _has_parted_since(
             and _rollback_needed(partitions.get(partition, _NOTHING), infos[partition]) is not None
         )
         for partition, numbers in seqnos.items()
+    )
+
+
+def _is_of_other_history(lease: HeldLease, infos: Mapping[PartitionId, PartitionInfo]) -> bool:
+    """Whether a history of the logs lacks what a lease was granted on: the offset would name
+    numbers in it that are another history's, or that it has yet to reach."""
+    return any(
+        not infos[range_.partition].log.contains(range_.history_id, range_.end)
+        for range_ in lease.ranges
+    )
+
+
+def _failing_over_error() -> PipelineError:
+    return PipelineError(
+        "UPR_SERVER",
+        "partitions have begun other histories each time that a batch was planned, "
+        f"{PLAN_TRIES} times: nodes fail over, or servers crash, again and again. Find out why, "
+        "and run the query again",
     )
 
 
