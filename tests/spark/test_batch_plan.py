@@ -18,6 +18,7 @@ from upr_protocol.partition_map import Assignment
 from upr_protocol.spark import driver_connection
 from upr_protocol.spark.batch_reader import plan
 from upr_protocol.spark.driver_client import BucketDriverClient
+from upr_protocol.spark.errors import PipelineError
 from upr_protocol.spark.read_options import ReadOptions
 from upr_protocol.spark.read_tasks import ReadTask
 
@@ -96,6 +97,28 @@ def test_a_start_that_has_passed_meanwhile_leaves_out_the_same_rows_each_time() 
     for _ in range(2):
         assert seqs_read(bucket, 1, **options) == []
         assert seqs_read(bucket, 2, **options) == [3, 4, 5, 6]
+
+
+@pytest.mark.parametrize("bound", ["startingTimestamp", "endingTimestamp"])
+def test_a_failover_between_the_numbers_at_a_time_and_the_rows_is_noticed(bound: str) -> None:
+    """The new history has other rows up to the number: those since a start would be missing, and
+    those after an end would be read."""
+
+    class FailingBucket(ModelDriverClient):
+        def seqnos_at_time(self, time: datetime) -> Mapping[int, int]:
+            seqs = super().seqnos_at_time(time)
+            self.fail_over(0, 4)
+            for _ in range(20):
+                self.write(0, 0)
+            return seqs
+
+    bucket = FailingBucket(1)
+    for seq in range(1, 11):
+        bucket.write(0, 0)
+        bucket.times[0, seq] = NOW - timedelta(hours=1)
+    with pytest.raises(PipelineError, match="there was a failover") as failed:
+        plan(options_of(**{bound: NOW.isoformat()}), bucket, 1)
+    assert failed.value.code == "UPR_ROLLBACK"
 
 
 @pytest.mark.parametrize("moved_partition", [0, 1])

@@ -11,7 +11,7 @@ from pyspark.sql.types import StructType
 
 from upr_protocol.client import PartitionInfo
 from upr_protocol.errors import ServerError, Status
-from upr_protocol.ids import SEQ_MAX, PartitionId, SeqNo
+from upr_protocol.ids import SEQ_MAX, HistoryId, PartitionId, SeqNo
 from upr_protocol.spark.driver_client import BucketDriverClient, DriverClient
 from upr_protocol.spark.errors import OptionError, PipelineError, as_pipeline_error, sentence_first
 from upr_protocol.spark.read_options import ReadOptions
@@ -95,8 +95,11 @@ def plan(options: ReadOptions, driver: DriverClient, lease_id: int) -> list[Read
     Raises:
         OptionError: A start or an end is not there.
         ServerError: What was pinned is gone, or deletions behind a start are.
-        PipelineError: The server cannot be asked.
+        PipelineError: The server cannot be asked; or a partition that is read from or to a time has
+            begun another history meanwhile.
     """
+    has_time = options.start_time is not None or options.end_time is not None
+    history_ids = _history_ids(driver) if has_time else {}
     # First: of a time that has not passed, later changes are part too.
     start = (
         options.start if options.start_time is None else driver.seqnos_at_time(options.start_time)
@@ -133,6 +136,13 @@ def plan(options: ReadOptions, driver: DriverClient, lease_id: int) -> list[Read
         ranges = _pin_ranges(driver, infos, bounds, lease_id, to_the_end=to_the_end)
     if options.start_time is not None:
         ranges = list(_since(driver.seqnos_at_time(options.start_time), ranges))
+    if has_time and _history_ids(driver) != history_ids:
+        raise PipelineError(
+            "UPR_ROLLBACK",
+            f"{options.address}: there was a failover while this read was planned, and the numbers "
+            "of a time may be of another history than the rows. "
+            "Load the DataFrame again",
+        )
     return tasks_of(
         [range_ for range_ in ranges if range_.start < range_.end],
         lease_id,
@@ -141,6 +151,11 @@ def plan(options: ReadOptions, driver: DriverClient, lease_id: int) -> list[Read
         bucket=options.address.bucket,
         whole_partitions=options.deduplicate,
     )
+
+
+def _history_ids(driver: DriverClient) -> dict[PartitionId, HistoryId]:
+    """The history that each partition is in now."""
+    return {partition: numbers.history_id for partition, numbers in driver.seqnos().items()}
 
 
 def _pin_ranges(
