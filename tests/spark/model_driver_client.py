@@ -51,10 +51,15 @@ class ModelLease:
 
 
 class ModelDriverClient:
-    """A driver client without a server behind it."""
+    """A driver client without a server behind it.
 
-    def __init__(self, partitions: int) -> None:
-        self._histories = count(1)
+    Args:
+        partitions: How many partitions the bucket has.
+        first_history: The ID of its first history. A bucket that is created again has others.
+    """
+
+    def __init__(self, partitions: int, first_history: int = 1) -> None:
+        self._histories = count(first_history)
         self.partitions = [self._new() for _ in range(partitions)]
         self.leases: dict[int, ModelLease] = {}
         self.positions: dict[int, tuple[str, dict[int, int]]] = {}
@@ -174,8 +179,13 @@ class ModelDriverClient:
             for partition_id, partition in enumerate(self.partitions)
         }
 
-    def has_partition(self, partition: PartitionId) -> bool:
-        return partition < len(self.partitions)
+    def has_partition(self, partition: PartitionId, log: FailoverLog) -> bool:
+        if partition >= len(self.partitions):
+            return False
+        history_ids = {entry.history_id for entry in log}
+        return not history_ids or any(
+            entry.history_id in history_ids for entry in self.partitions[partition].log
+        )
 
     def wait_until_persisted(self) -> Mapping[PartitionId, PartitionNumbers]:
         for index in range(len(self.partitions)):

@@ -14,7 +14,8 @@ from tests.kit.threaded import ThreadedCluster, ThreadedFake, trio_thread
 from tests.spark.bucket import change, put
 from upr_protocol.client import BlockingClient
 from upr_protocol.errors import Status
-from upr_protocol.ids import SEQ_MAX
+from upr_protocol.failover import FailoverLog
+from upr_protocol.ids import SEQ_MAX, PartitionId, SeqNo
 from upr_protocol.partition_map import Assignment
 from upr_protocol.spark import driver_connection
 from upr_protocol.spark.driver_client import BucketDriverClient, acquire_new_lease
@@ -96,6 +97,28 @@ def test_a_barrier_pauses_between_failovers_and_gives_up_in_the_end(
             driver.wait_until_persisted()
         assert len(awaits) == len(waits) + 1 < 40
         assert 60 <= sum(waits) < 70
+
+
+def test_a_partition_of_a_bucket_that_was_created_again_is_another(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with trio_thread() as thread:
+        fake = thread.call(lambda: ThreadedFake(thread))
+        monkeypatch.setattr(
+            driver_connection, "BlockingClient", partial(BlockingClient, dial=fake.dial)
+        )
+        driver = BucketDriverClient(ReadOptions.parse({"url": "upr://fake/b", "partitions": "0"}))
+        driver.seqnos()
+        partition = fake.server.partitions[2]
+        log = partition.log
+        assert driver.has_partition(partition.id, log)
+        assert driver.has_partition(partition.id, FailoverLog())
+        assert not driver.has_partition(PartitionId(4), log)
+        thread.call(lambda: partition.fail_over(99, SeqNo(0)))
+        driver.seqnos()
+        assert driver.has_partition(partition.id, log), "it is the same after a failover"
+        assert not driver.has_partition(partition.id, FailoverLog.of_pairs([(7, 0)]))
+        driver.close()
 
 
 def test_a_new_lease_is_acquired_though_a_partition_moves_meanwhile(

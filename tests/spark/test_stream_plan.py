@@ -1216,6 +1216,26 @@ def test_a_partition_that_is_not_asked_for_stays_inside_its_snapshot() -> None:
     assert ranges_of(tasks) == [(0, 0, 4, 3)]  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("on_rollback", ["fail", "marker"])
+def test_a_stream_of_a_key_notices_that_its_bucket_was_created_again(on_rollback: str) -> None:
+    """With another number of partitions the key is in another one, and the bucket still has one of
+    the old number."""
+    reader = reader_of(written(3, 10), partitions={1}, onRollback=on_rollback)
+    start = reader.latestOffset(reader.initialOffset(), ReadAllAvailable())
+    new_bucket = ModelDriverClient(2, first_history=100)
+    write_rows(new_bucket, 0, 5)
+    reader = reader_of(new_bucket, partitions={0}, onRollback=on_rollback)
+    if on_rollback == "fail":
+        with pytest.raises(PipelineError, match="partition 1 has to go back from 10 to 0"):
+            reader.latestOffset(start, ReadAllAvailable())
+        return
+    end = reader.latestOffset(start, ReadAllAvailable())
+    for _ in range(2):
+        ranges = ranges_of(list(reader.partitions(start, end)))  # type: ignore[arg-type]
+        assert ranges == [(0, 0, 5, None), (1, 0, 0, 10)]
+    assert reader.latestOffset(end, ReadAllAvailable()) is end, "the marker comes once"
+
+
 def test_a_lease_on_other_partitions_does_not_serve_one_that_is_asked_for_again() -> None:
     driver = written(2, 10)
     options: dict[str, Any] = {"maxOffsetsPerTrigger": "5"}

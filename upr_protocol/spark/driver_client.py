@@ -19,8 +19,9 @@ from upr_protocol.client.core import calls
 from upr_protocol.client.core.calls import NEW_LEASE_TRIES
 from upr_protocol.client.options import new_lease_id
 from upr_protocol.errors import BrokenError, ServerError, Status, UprError
+from upr_protocol.failover import FailoverLog
 from upr_protocol.hashing import partition_of
-from upr_protocol.ids import Durability, PartitionId
+from upr_protocol.ids import Durability, HistoryId, PartitionId
 from upr_protocol.limits import LEASE_TIME_TO_LIVE_S_MAX
 from upr_protocol.spark.driver_connection import ANSWERS, DriverConnection
 from upr_protocol.spark.errors import OptionError
@@ -41,9 +42,10 @@ class DriverClient(Protocol):
     def seqnos(self) -> Mapping[PartitionId, PartitionNumbers]:
         """How far each partition of the bucket is."""
 
-    def has_partition(self, partition: PartitionId) -> bool:
-        """Whether the bucket has a partition, asked for or not, as of the numbers that were asked
-        for last."""
+    def has_partition(self, partition: PartitionId, log: FailoverLog) -> bool:
+        """Whether the bucket has a partition, asked for or not, with any history of a log, as of
+        the numbers that were asked for last. It has none of them if it was deleted and created
+        again. An empty log stands for any history."""
 
     def partition_infos(self, *, anew: bool = False) -> Mapping[PartitionId, PartitionInfo]:
         """Each partition's failover log, at least as new as the numbers that were asked for last,
@@ -123,7 +125,10 @@ class BucketDriverClient:
         self._options = options
         self._connection = DriverConnection(options.address, options.timeout_s)
         self._numbers: dict[PartitionId, PartitionNumbers] = {}
-        self._count = 0
+        self._history_ids: dict[PartitionId, HistoryId] = {}
+        """The history of each partition, asked for or not."""
+        self._logs: Mapping[PartitionId, FailoverLog] = {}
+        """The logs of all partitions, as they were when one of them was needed last."""
 
     def matching_buckets(self) -> tuple[str, ...]:
         """The buckets whose whole names `bucketPattern` matches."""
@@ -138,7 +143,7 @@ class BucketDriverClient:
 
     def seqnos(self) -> Mapping[PartitionId, PartitionNumbers]:
         rows = self._connection.ask(lambda client: client.seqnos())
-        self._count = len(rows)
+        self._history_ids = {row.partition: row.history_id for row in rows}
         selected: Sequence[int] = self._options.partitions
         if self._options.key is not None:
             selected = (partition_of(self._options.key, len(rows)),)
@@ -153,8 +158,29 @@ class BucketDriverClient:
                 )
         return self._numbers
 
-    def has_partition(self, partition: PartitionId) -> bool:
-        return partition < self._count
+    def has_partition(self, partition: PartitionId, log: FailoverLog) -> bool:
+        current_id = self._history_ids.get(partition)
+        if current_id is None:
+            return False
+        history_ids = {entry.history_id for entry in log}
+        if not history_ids or current_id in history_ids:
+            return True
+        if not self._knows_log(partition):
+            self._logs = self._fetch_logs()
+            if not self._knows_log(partition):
+                # What a connection knows of the logs is from when it was made.
+                self._connection.close()
+                self._logs = self._fetch_logs()
+        server_log = self._logs.get(partition, FailoverLog())
+        return any(entry.history_id in history_ids for entry in server_log)
+
+    def _knows_log(self, partition: PartitionId) -> bool:
+        log = self._logs.get(partition, FailoverLog())
+        return log.current == self._history_ids[partition]
+
+    def _fetch_logs(self) -> Mapping[PartitionId, FailoverLog]:
+        infos = self._connection.ask(lambda client: client.partitions())
+        return {info.partition: info.log for info in infos}
 
     def partition_infos(self, *, anew: bool = False) -> Mapping[PartitionId, PartitionInfo]:
         infos = self._fetch_infos()

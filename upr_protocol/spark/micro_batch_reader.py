@@ -239,7 +239,7 @@ class MicroBatchReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         for range_ in ranges:
             offset = end.partition_offset(range_.partition)
             numbers = seqnos.get(range_.partition)
-            if numbers is None and self._server.has_partition(range_.partition):
+            if numbers is None and self._server.has_partition(range_.partition, offset.log):
                 # It is not asked for any more, but this batch has it.
                 readable.append(range_)
                 continue

@@ -277,7 +277,7 @@ class StreamPlan:
         partitions: Partitions = {
             partition: self._after_batch(offset)
             for partition, offset in start.partitions.items()
-            if partition in seqnos or not self._driver.has_partition(partition)
+            if partition in seqnos or not self._driver.has_partition(partition, offset.log)
         }
         changed = [
             partition
