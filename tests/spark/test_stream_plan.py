@@ -1018,6 +1018,55 @@ def test_a_plan_pins_the_ranges_from_the_streams_position() -> None:
         assert driver.leases == {}
 
 
+@pytest.mark.parametrize("is_takeover", [False, True])
+@pytest.mark.parametrize("is_begun", [False, True])
+def test_a_query_that_is_to_end_ends_with_all_keys_after_a_failover(
+    *, is_begun: bool, is_takeover: bool
+) -> None:
+    """Nothing holds there what is up to the old end. A batch that ends there has no row of the
+    keys that had changed again behind it."""
+    driver = written(1, 10)
+    reader = reader_of(driver, onRollback="marker", maxOffsetsPerTrigger="5")
+    reader.prepareForTriggerAvailableNow()
+    start = reader.initialOffset()
+    contents: dict[int, int] = {}
+
+    def run_batch() -> bool:
+        nonlocal start
+        end = reader.latestOffset(start, ReadMaxRows(5))
+        if end is start:
+            return False
+        for task in reader.partitions(start, end):
+            assert isinstance(task, ReadTask)
+            for range_ in task.ranges:
+                if range_.marker is not None:
+                    contents.clear()
+                rows = driver.read(range_.partition, range_.start, range_.end, task.lease_id)
+                contents.update({key: seq for seq, key in rows})
+        start = end
+        return True
+
+    if is_begun:
+        assert run_batch()
+    if is_takeover:
+        driver.take_over(0)
+    else:
+        driver.fail_over(0, 4)
+        driver.leases.clear()
+    for _ in range(10):
+        driver.write(0, 0)
+    driver.flush(0)
+    driver.compact(0)
+    newest = driver.partitions[0].newest()
+    for _ in range(10):
+        if not run_batch():
+            break
+        write_rows(driver, 0, 1)
+    else:
+        raise AssertionError("it does not end")
+    assert contents == newest
+
+
 def test_a_stream_begins_at_a_time() -> None:
     driver = written(2, 5)
     noon = datetime(2026, 1, 31, 12, tzinfo=UTC)

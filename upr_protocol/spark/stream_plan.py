@@ -353,8 +353,9 @@ class StreamPlan:
             return self._limited_offset(
                 start, self._begin_snapshots(partitions, {}, {}), 0, limits, {}
             )
-        # Without a target to whatever is on disk when the lease is granted: nothing is overtaken.
-        to = ends if self._target_ends else dict.fromkeys(ends, SEQ_MAX)
+        # To whatever is on disk when the lease is granted: nothing is overtaken. To a target only
+        # where a lease has held all since that was the newest.
+        to = ends if self._is_target_held(backlog, ends) else dict.fromkeys(ends, SEQ_MAX)
         try:
             lease = self._acquire(backlog, to)
         except ServerError as error:
@@ -369,8 +370,28 @@ class StreamPlan:
         self.release_lease_on_commit(lease.lease_id)
         self.release_target_lease()
         pinned = {range_.partition: range_.end for range_ in lease.ranges}
+        if self._target_ends:
+            self._target_ends = {**self._target_ends, **pinned}
         partitions = self._begin_snapshots(partitions, infos, pinned)
         return self._limited_offset(start, partitions, lease.lease_id, limits, sizes_of(lease))
+
+    def _is_target_held(
+        self, starts: Mapping[PartitionId, SeqNo], ends: Mapping[PartitionId, SeqNo]
+    ) -> bool:
+        """Whether all is held from where the stream stands to where its query is to end. It is not
+        after a failover: what lies there now is another history's, or another node's, which has
+        compacted as it liked."""
+        if not self._target_lease_id:
+            return False
+        try:
+            lease = self._driver.renew_lease(self._target_lease_id)
+        except ServerError as error:
+            if error.status is not Status.RANGE_GONE:
+                raise
+            return False
+        return holds_ranges(
+            lease, ((partition, seq, ends[partition]) for partition, seq in starts.items())
+        )
 
     def release_target_lease(self) -> None:
         """What the stream has yet to read is pinned by a lease that begins where it stands, or
