@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from pyspark.errors import PySparkException
+from pyspark.errors import PySparkException, StreamingQueryException
 from pyspark.sql import DataFrame, SparkSession
 
 from tests.spark.bucket import change, put
@@ -47,3 +47,13 @@ def test_progress_and_server_say_how_far_a_stream_is(
     assert consumer["numbers_behind"] == 5, "though no query runs"
     with pytest.raises(PySparkException, match=r"UPR_OPTION.*consumerName.*printable"):
         spark.readStream.format("upr").option("url", url).option("consumerName", "\n").load()
+
+
+def test_a_stream_that_cannot_begin_says_why(spark: SparkSession, tmp_path: Path) -> None:
+    """Spark's process for streams shows an error of its own if there is no reader."""
+    reader = spark.readStream.format("upr").option("url", "upr://127.0.0.1:1/b")
+    writer = reader.option("endingOffsets", "latest").load().writeStream.format("noop")
+    query = writer.option("checkpointLocation", str(tmp_path)).start()
+    sentence = r"\[UPR_OPTION\] there is no option endingoffsets"
+    with pytest.raises(StreamingQueryException, match=sentence):
+        query.awaitTermination(60)

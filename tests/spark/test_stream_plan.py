@@ -536,8 +536,17 @@ def test_markers_need_the_columns_that_tell_them(
     source = UprDataSource({"url": url, **options})
     schema = StructType([StructField(name, *READ_COLUMNS[name]) for name in columns.split()])
     sentence = f"what a marker is about: {missing} is missing"
-    with pytest.raises(PipelineError, match=sentence) if missing else nullcontext():
-        source.streamReader(schema)
+    reader = source.streamReader(schema)
+    if not missing:
+        assert isinstance(reader, MicroBatchReader)
+        return
+    # Spark would not show what is raised before there is a reader.
+    with pytest.raises(PipelineError, match=sentence):
+        reader.initialOffset()
+    with pytest.raises(PipelineError, match=sentence):
+        reader.partitions({}, {})
+    with pytest.raises(PipelineError, match=sentence):
+        reader.latestOffset({}, ReadAllAvailable())
 
 
 def test_a_rewind_goes_to_0_where_deletions_behind_the_number_were_removed() -> None:

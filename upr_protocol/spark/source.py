@@ -9,13 +9,14 @@ from pyspark.sql.datasource import DataSource
 from pyspark.sql.types import StructType
 
 from upr_protocol.client.options import new_lease_id
-from upr_protocol.spark.errors import sentence_first
+from upr_protocol.spark.errors import PipelineError, sentence_first
 
 if TYPE_CHECKING:
     from upr_protocol.spark.batch_reader import BatchReader
     from upr_protocol.spark.buckets_reader import BucketsReader
     from upr_protocol.spark.index_reader import IndexReader
     from upr_protocol.spark.micro_batch_reader import MicroBatchReader
+    from upr_protocol.spark.refused_stream import RefusedStream
     from upr_protocol.spark.writer import BatchWriter, StreamWriter
 
 
@@ -61,11 +62,18 @@ class UprDataSource(DataSource):
             return IndexReader(options, schema)
         return BatchReader(options, schema, self._lease_id)
 
-    @sentence_first()
     def streamReader(  # noqa: N802  Spark's name
         self, schema: StructType
-    ) -> MicroBatchReader | BucketsReader:
+    ) -> MicroBatchReader | BucketsReader | RefusedStream:
         """Streams what changes."""
+        from upr_protocol.spark.refused_stream import RefusedStream
+
+        try:
+            return self._stream_reader(schema)
+        except PipelineError as error:
+            return RefusedStream(error)
+
+    def _stream_reader(self, schema: StructType) -> MicroBatchReader | BucketsReader:
         from upr_protocol.spark.buckets_reader import BucketsReader
         from upr_protocol.spark.micro_batch_reader import MicroBatchReader
         from upr_protocol.spark.read_options import ReadOptions
