@@ -232,6 +232,20 @@ def test_a_bucket_that_has_parted_is_not_added(
     assert contents(other_url) == state
 
 
+def test_an_increment_has_all_keys_and_their_values(
+    spark: SparkSession, new_bucket: NewBucket, tmp_path: Path
+) -> None:
+    """If one increment were of some keys, no later one would have the changes of the others."""
+    url = new_bucket(2)
+    change(url, put(range(3)))
+    backup(spark, url, tmp_path)
+    change(url, put(range(3, 6)))
+    for name in ("key", "keyPrefix", "valueSchema"):
+        with pytest.raises(OptionError, match=f"the option {name} is not for a backup"):
+            backup(spark, url, tmp_path, options={name: "key-3"})
+    assert backup(spark, url, tmp_path).rows == 3
+
+
 def increment_of(cut: PinnedCut) -> Manifest:
     """The manifest of a cut of a bucket with one partition."""
     log = cut.logs[PartitionId(0)]

@@ -11,7 +11,7 @@ from pyspark.sql import SparkSession
 
 from upr_protocol.failover import RollBack, Start, decide_start
 from upr_protocol.ids import PartitionId, SeqNo
-from upr_protocol.spark.errors import PipelineError
+from upr_protocol.spark.errors import OptionError, PipelineError
 from upr_protocol.spark.options import SourceOptions
 from upr_protocol.spark.recipes.cut import Infos, consistent_cut
 from upr_protocol.spark.recipes.failure import plain_errors
@@ -26,6 +26,9 @@ from upr_protocol.spark.recipes.manifest import DATA_FOLDER, MANIFEST, Manifest
 from upr_protocol.spark.recipes.snapshot import describe_cut
 
 _DIGITS: Final = 6
+
+_OF_SOME_KEYS: Final = frozenset({"key", "keyprefix"})
+_OF_TYPED_VALUES: Final = frozenset({"valueschema", "infersample"})
 
 
 def backup(
@@ -58,10 +61,12 @@ def backup(
         What the increment holds.
 
     Raises:
+        OptionError: An option would have the increment lack keys, or change values.
         PipelineError: `UPR_ROLLBACK` when the histories have parted, `UPR_RANGE_GONE` when
             deletions are forgotten: begin a new backup in another folder. Or the folder holds
             something else, or the bucket cannot be read.
     """
+    _check_options(options or {})
     folder = plain_path(path)
     with plain_errors(), locked_folder(folder):
         increments = read_increments(folder)
@@ -90,6 +95,22 @@ def backup(
                 f"increment {index}: {manifest.rows} rows, {manifest.deletions} of them deletions"
             )
             return manifest
+
+
+def _check_options(options: Mapping[str, str]) -> None:
+    """Makes sure that every increment has all keys, and values as they are."""
+    for name in options:
+        if name.lower() in _OF_SOME_KEYS:
+            raise OptionError(
+                f"the option {name} is not for a backup: the next increment begins where this one "
+                "ends, so no increment would have what this one left out. Leave the option out, or "
+                "read these keys into files of your own"
+            )
+        if name.lower() in _OF_TYPED_VALUES:
+            raise OptionError(
+                f"the option {name} is not for a backup, whose values are restored as they are: "
+                "leave it out, and use it where the restored bucket is read"
+            )
 
 
 def read_increments(folder: Path) -> list[Manifest]:
