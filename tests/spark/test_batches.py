@@ -507,6 +507,18 @@ def test_numbers_out_of_range_and_times() -> None:
 # Options.
 
 
+def test_an_expiry_time_in_an_hour_that_comes_twice() -> None:
+    """Two of them look the same on a clock in Berlin, in the night in which summer ends."""
+    write_options = options("key string, value string, e timestamp", expiryColumn="e")
+    first = int(dt.datetime(2026, 10, 25, 0, 30, tzinfo=dt.UTC).timestamp())
+    seconds = [first, first + 3600]
+    times = pa.array([second * 1_000_000 + 5 for second in seconds], pa.int64())
+    columns = {"key": ["a", "b"], "value": ["1", "2"]}
+    batch = pa.record_batch({**columns, "e": times.cast(pa.timestamp("us", "Europe/Berlin"))})
+    rows, bad = encode(batch, write_options)
+    assert (rows.column("expiry").to_pylist(), bad) == (seconds, [])
+
+
 def test_options_as_they_are_by_default() -> None:
     defaults = options()
     assert (defaults.operation, defaults.key_columns) == (Operation.SET, (("key",),))

@@ -244,6 +244,9 @@ def _numbers(column: pa.Array, name: str, limit: int, problems: _Problems) -> ND
     if pa.types.is_date(column.type):
         column = column.cast(pa.timestamp("s"))
     if pa.types.is_timestamp(column.type):
+        if column.type.tz is not None:
+            # In the session's time zone an hour may come twice, and Arrow refuses that.
+            column = column.cast(pa.timestamp(column.type.unit, "UTC"))
         column = pc.floor_temporal(column, unit="second").cast(pa.timestamp("s", column.type.tz))
     numbers: NDArray[np.int64] = column.cast(pa.int64()).fill_null(0).to_numpy().copy()
     wrong = numbers < 0
