@@ -13,7 +13,7 @@ from pyspark.sql import types
 from pyspark.sql.pandas.types import to_arrow_type
 
 from upr_protocol.spark.json_values import ValueParser, is_parsed
-from upr_protocol.spark.value_schema import struct_of
+from upr_protocol.spark.value_schema import NESTED_MAX, struct_of
 
 NUMBERS = st.integers(-(1 << 63), (1 << 63) - 1) | st.floats(allow_nan=False, allow_infinity=False)
 NAMES = st.sampled_from(["a", "b", "a b", "ä"])
@@ -72,6 +72,20 @@ def _column_names(objects: list[dict[str, Any]]) -> set[str]:
 def test_the_rules(values: list[str], ddl: str | None) -> None:
     struct = struct_of(value.encode("utf-8", "surrogateescape") for value in values)
     assert (None if struct is None else struct.simpleString()) == ddl
+
+
+@pytest.mark.parametrize(("opening", "closing"), [("[", "]"), ('{"a":', "}")])
+def test_a_field_that_is_nested_too_deep_is_left_out(opening: str, closing: str) -> None:
+    """The value itself is the first of the objects in each other."""
+    for depth in (NESTED_MAX - 1, NESTED_MAX, 600):
+        deep_field = f"{opening * depth}1{closing * depth}"
+        struct = struct_of([f'{{"deep":{deep_field},"e":1}}'.encode(), b'{"e":2}'])
+        assert struct is not None
+        is_column = depth < NESTED_MAX
+        assert struct.fieldNames() == (["deep", "e"] if is_column else ["e"])
+        # Spark's workers hand on what has the type.
+        kind = to_arrow_type(struct, timezone="UTC")
+        pa.RecordBatch.from_arrays([pa.nulls(1, kind)], names=["value"]).serialize()
 
 
 def test_types_that_do_not_fit_together_stay_left_out_whatever_comes_later() -> None:

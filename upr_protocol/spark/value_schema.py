@@ -19,21 +19,27 @@ from pyspark.sql.types import (
     StructType,
 )
 
+NESTED_MAX: Final = 32
+"""So many arrays and objects in each other have a type. Arrow sends a batch only if its columns
+have fewer than 64, and Python's stack ends somewhere beyond."""
+
 _LONG_MAX: Final = (1 << 63) - 1
 
 _UNKNOWN: Final[DataType] = NullType()
 
 
 class _Mixed(NullType):
-    """The type of a field whose values have types that no column has together."""
+    """The type of a field that can be no column: its values have types that no column has together,
+    or are too deep."""
 
 
 def struct_of(values: Iterable[bytes]) -> StructType | None:
     """The struct whose fields the objects among `values` have, by their names.
 
     Whole numbers are BIGINT, or DOUBLE if any of the field's has a fraction or more than 64 bits. A
-    field is left out if it is null in all of them, an array or an object without anything in it, or
-    of types that no column has together, as a number here and a text there.
+    field is left out if it is null in all of them, an array or an object without anything in it, of
+    types that no column has together, as a number here and a text there, or more than `NESTED_MAX`
+    deep.
 
     Args:
         values: JSON texts. Those that are not objects are ignored.
@@ -56,7 +62,13 @@ def _object_in(value: bytes) -> dict[str, Any] | None:
     return parsed if isinstance(parsed, dict) else None
 
 
-def _kind_of(value: object) -> DataType:
+def _kind_of(value: object, depth: int = 1) -> DataType:
+    """The type of a value.
+
+    Args:
+        value: The value.
+        depth: How many arrays and objects it is in, with itself.
+    """
     if value is None:
         return NullType()
     if isinstance(value, bool):
@@ -67,10 +79,15 @@ def _kind_of(value: object) -> DataType:
         return DoubleType()
     if isinstance(value, str):
         return StringType()
+    if depth > NESTED_MAX:
+        return _Mixed()
     if isinstance(value, list):
-        return ArrayType(reduce(_common_type, map(_kind_of, value), _UNKNOWN))
+        items = (_kind_of(item, depth + 1) for item in value)
+        return ArrayType(reduce(_common_type, items, _UNKNOWN))
     assert isinstance(value, dict)
-    return StructType([StructField(name, _kind_of(field)) for name, field in value.items()])
+    return StructType(
+        [StructField(name, _kind_of(field, depth + 1)) for name, field in value.items()]
+    )
 
 
 def _common_type(left_type: DataType, right_type: DataType) -> DataType:
