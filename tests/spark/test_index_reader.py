@@ -83,6 +83,7 @@ def test_an_index_is_read_with_a_range(
         ({"index": "a/b", "indexer": "http://h", "indexFrom": "["}, "write JSON"),
         ({"index": "a/b", "indexer": "http://h", "indexPrefix": "1", "indexTo": "1"}, "excludes"),
         ({"index": "a/b", "indexer": "http://h", "key": "x"}, "index and key exclude each other"),
+        ({"index": "a/b", "indexer": "http://h", "stability": "any"}, "index and stability"),
         ({"indexFrom": "1"}, "needs the option index"),
     ],
 )

@@ -37,6 +37,7 @@ class IndexQuery:
 _NOT_WITH_INDEX: Final = (
     *("buckets", "bucketPattern", "partitions", "key", "keyPrefix", "deduplicate", "valueSchema"),
     *("startingOffsets", "startingTimestamp", "endingOffsets", "endingTimestamp"),
+    *("stability", "failOnDataLoss", "leaseSeconds", "maxPartitionBytes", "minPartitions"),
 )
 
 

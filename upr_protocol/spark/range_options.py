@@ -11,7 +11,7 @@ from upr_protocol.ids import PARTITIONS_END, SEQ_MAX
 from upr_protocol.partition_numbers import parse_partition_numbers
 from upr_protocol.spark.errors import OptionError
 from upr_protocol.spark.options import SourceOptions
-from upr_protocol.timestamps import parse_timestamp
+from upr_protocol.timestamps import parse_timestamp, to_nanoseconds
 
 
 def partitions_option(options: SourceOptions) -> tuple[int, ...]:
@@ -33,17 +33,19 @@ def time_option(options: SourceOptions, name: str, other_name: str) -> datetime 
         return None
     if options.text(other_name, None) is not None:
         raise OptionError(f"the options {name} and {other_name} exclude each other")
-    if not text.isdigit():
+    if not text.isdecimal():
         try:
             return parse_timestamp(text)
         except ValueError as error:
             raise OptionError(f"the option {name}: {error}") from error
     try:
-        return datetime(1970, 1, 1, tzinfo=UTC) + timedelta(milliseconds=int(text))
-    except OverflowError:
+        time = datetime(1970, 1, 1, tzinfo=UTC) + timedelta(milliseconds=int(text))
+        to_nanoseconds(time)  # which servers take
+    except (OverflowError, ValueError):
         raise OptionError(
             f"the option {name} is {text}, which is no time in milliseconds since 1970"
         ) from None
+    return time
 
 
 def offsets_option(

@@ -138,14 +138,12 @@ class ReadOptions:
         metadata = options.flag("metadata", default=True)
         include_value = options.flag("includeValue", default=True)
         value_schema = _value_schema(options, include_value=include_value)
-        infer_sample = options.number("inferSample", INFER_SAMPLE_DEFAULT, low=1, high=100_000)
+        infer_sample = _infer_sample(options, value_schema)
         durable = options.choice("stability", "durable", ("durable", "any")) == "durable"
         fails = options.flag("failOnDataLoss", default=True)
         task_bytes = options.number("maxPartitionBytes", TASK_BYTES_DEFAULT, low=1)
         min_tasks = options.number("minPartitions", 1, low=1, high=100_000)
-        lease_s = options.number(
-            "leaseSeconds", LEASE_S_DEFAULT, low=1, high=LEASE_TIME_TO_LIVE_S_MAX
-        )
+        lease_s = _lease_s(options, durable=durable)
         timeout_s = options.timeout_s()
         end: str | Mapping[int, int] = "latest"
         end_time: datetime | None = None
@@ -301,6 +299,24 @@ def _value_schema(options: SourceOptions, *, include_value: bool) -> str:
     if text and not include_value:
         raise OptionError("the option valueSchema needs the values: leave out includeValue=false")
     return INFER if text.lower() == INFER else text
+
+
+def _infer_sample(options: SourceOptions, value_schema: str) -> int:
+    count = options.number("inferSample", INFER_SAMPLE_DEFAULT, low=1, high=100_000)
+    if count != INFER_SAMPLE_DEFAULT and value_schema != INFER:
+        raise OptionError(
+            "the option inferSample needs valueSchema=infer: nothing else looks at a sample"
+        )
+    return count
+
+
+def _lease_s(options: SourceOptions, *, durable: bool) -> int:
+    lease_s = options.number("leaseSeconds", LEASE_S_DEFAULT, low=1, high=LEASE_TIME_TO_LIVE_S_MAX)
+    if lease_s != LEASE_S_DEFAULT and not durable:
+        raise OptionError(
+            "the option leaseSeconds needs stability=durable: with any there is no lease"
+        )
+    return lease_s
 
 
 def _key_bytes(options: SourceOptions, name: str, *, low: int) -> bytes | None:
