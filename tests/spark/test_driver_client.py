@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from datetime import UTC, datetime
 from functools import partial
 from types import SimpleNamespace
 
@@ -21,7 +22,7 @@ from upr_protocol.spark import driver_connection
 from upr_protocol.spark.driver_client import BucketDriverClient, acquire_new_lease
 from upr_protocol.spark.errors import PipelineError
 from upr_protocol.spark.read_options import ReadOptions
-from upr_protocol.wire import Await, Lease, LeaseAction, Message
+from upr_protocol.wire import Await, Lease, LeaseAction, Message, SeqnosAt
 
 
 def test_a_position_replaces_that_of_another_process(new_bucket: Callable[..., str]) -> None:
@@ -97,6 +98,29 @@ def test_a_barrier_pauses_between_failovers_and_gives_up_in_the_end(
             driver.wait_until_persisted()
         assert len(awaits) == len(waits) + 1 < 40
         assert 60 <= sum(waits) < 70
+
+
+def test_numbers_at_a_time_are_asked_for_again_after_a_failover(
+    monkeypatch: pytest.MonkeyPatch, waits: list[float]
+) -> None:
+    """A server refuses to say what another history had."""
+    refusals = [Status.HISTORY_CHANGED]
+
+    def refuse(message: Message) -> Status | None:
+        return refusals.pop() if isinstance(message, SeqnosAt) and refusals else None
+
+    with trio_thread() as thread:
+        fake = thread.call(lambda: ThreadedFake(thread))
+        fake.server.refuse = refuse
+        monkeypatch.setattr(
+            driver_connection, "BlockingClient", partial(BlockingClient, dial=fake.dial)
+        )
+        driver = BucketDriverClient(ReadOptions.parse({"url": "upr://fake/b"}))
+        seqs = driver.seqnos_at_time(datetime(2026, 1, 31, tzinfo=UTC))
+        assert seqs == dict.fromkeys(range(4), 0)
+        assert not refusals
+        assert len(waits) == 1
+        driver.close()
 
 
 def test_a_partition_of_a_bucket_that_was_created_again_is_another(

@@ -116,7 +116,9 @@ def _as_retryable(error: ServerError, *, is_fresh: bool) -> UprError:
     is_slow = error.status is Status.TIMED_OUT
     # It was deleted under this connection, and may have been created again.
     is_deleted = error.status is Status.NO_BUCKET and not is_fresh
-    return BrokenError(error.sentence) if is_slow or is_deleted else error
+    # There was a failover while it was asked: the new history has another answer.
+    is_outdated = error.status is Status.HISTORY_CHANGED
+    return BrokenError(error.sentence) if is_slow or is_deleted or is_outdated else error
 
 
 def check_bucket(address: Address, timeout_s: int) -> None:
