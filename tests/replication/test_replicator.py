@@ -172,6 +172,13 @@ async def replica(partition_count: int = 1) -> AsyncIterator[Replica]:
         nursery.cancel_scope.cancel()
 
 
+def trouble(follower: Replica) -> str:
+    """Why the replica does not replicate, as its figures say."""
+    replicators = follower.server.partition_maps._buckets[BUCKET].replicators
+    (figures,) = replicators.statistics()
+    return str(figures["trouble"])
+
+
 async def starts_after_a_full_disk(follower: Replica) -> set[SeqNo]:
     """Where streams are asked to begin once a map has ended a replication that found no room."""
     streams_before = len(follower.starts)
@@ -267,6 +274,31 @@ async def test_a_replica_reports_one_state_while_it_does_not_reach_the_other(
         await trio.sleep(2 * RECONNECT_S)
         source.put(key_in(reached, 2, b"late"), b"value")
         await eventually(partial(is_reported, reached), "it is on disk and reported")
+
+
+async def test_a_partition_that_the_source_refuses_keeps_no_other_from_being_replicated(
+    autojump_clock: MockClock,
+) -> None:
+    """Its copy there may be damaged; that of the other is not."""
+    async with replica(partition_count=2) as follower:
+        source = follower.source
+        source.refuse = lambda message: (
+            Status.NOT_MY_PARTITION
+            if isinstance(message, Stream) and message.partition == OTHER_PARTITION
+            else None
+        )
+        await follower.assign(*[Assignment("a", {"b": ""})] * 2)
+        source.put(key_in(PARTITION, 2), b"value")
+        await follower.persist()
+        opens = source.bucket_opens
+        await trio.sleep(600)
+        source.put(key_in(PARTITION, 2), b"value")
+        await follower.persist()
+        assert "told to" in trouble(follower)
+        source.refuse = lambda _message: None
+        await trio.sleep(1)
+        assert trouble(follower) == ""
+        assert source.bucket_opens == opens, "the connection goes on"
 
 
 async def test_a_rollback_keeps_what_was_received_and_not_yet_on_disk(
