@@ -108,3 +108,26 @@ def test_a_rollback_drops_the_chunk_that_waits_for_its_end() -> None:
     assert snapshots.nbytes
     snapshots.truncate(SeqNo(0))
     assert (snapshots.nbytes, snapshots.received_seq, snapshots.take_write().chunks) == (0, 0, [])
+
+
+@pytest.mark.parametrize("is_restarted", [False, True])
+@pytest.mark.parametrize("later_purge_seq", [0, 1])
+def test_the_purge_number_of_a_first_snapshot_outlives_the_stream_that_told_it(
+    is_restarted: bool, later_purge_seq: int
+) -> None:
+    """The deletions that are missing in its front stay missing, whoever sends the rest: another
+    node, which has forgotten less; or nobody, where only the snapshot's end was missing."""
+    snapshots = ReceivedSnapshots(LOG, SeqNo(0), Cas(0))
+    snapshots.begin_snapshot(HISTORY, SeqNo(4), SeqNo(3))
+    snapshots.add_chunk(chunk(1, 2))
+    front = snapshots.take_write()
+    if is_restarted:
+        snapshots = ReceivedSnapshots.from_record(front.record)
+    snapshots.begin_snapshot(HISTORY, SeqNo(4), SeqNo(later_purge_seq))
+    snapshots.add_chunk(chunk(3, 4))
+    snapshots.end_snapshot(SeqNo(4))
+    assert max(front.purge_seq, snapshots.take_write().purge_seq) == 3
+    snapshots.begin_snapshot(HISTORY, SeqNo(5), SeqNo(5))
+    snapshots.add_chunk(chunk(5))
+    snapshots.end_snapshot(SeqNo(5))
+    assert snapshots.take_write().purge_seq == 0, "it received the later deletions"

@@ -69,7 +69,7 @@ class ReceivedSnapshots:
         self._partial = partial
         self._history_id = HistoryId(0)
         self._snapshot_end = SeqNo(0)
-        self._purge_seq = self._purge_seq_of_snapshot = SeqNo(0)
+        self._purge_seq = SeqNo(0)
         self._chunks: list[Chunk] = []
         self._ends: list[SeqNo] = []
         self._answers: list[PublisherAnswer] = []
@@ -103,8 +103,11 @@ class ReceivedSnapshots:
         """A snapshot begins, or goes on."""
         self._history_id = history_id
         self._snapshot_end = end
-        # A replica that has a complete snapshot has received every deletion since.
-        self._purge_seq_of_snapshot = SeqNo(0) if self.high else purge_seq
+        if not self.high:
+            # Deletions up to there may be missing. That stays so if the stream is cut, and another
+            # node sends the rest, which has forgotten less; so the disk hears of it with the front.
+            # A replica that has a complete snapshot receives every deletion from there on.
+            self._purge_seq = max(self._purge_seq, purge_seq)
 
     def add_chunk(self, chunk: Chunk) -> None:
         """A part of the snapshot came.
@@ -149,7 +152,6 @@ class ReceivedSnapshots:
         self._ends.append(end)
         self._answers += self._answers_of_snapshot
         self._answers_of_snapshot = []
-        self._purge_seq = max(self._purge_seq, self._purge_seq_of_snapshot)
         self.has_unwritten = True
 
     def truncate(self, seq: SeqNo) -> None:
@@ -161,7 +163,7 @@ class ReceivedSnapshots:
         self.high = self.received_seq = seq
         self._partial = None
         self._answers_of_snapshot = []
-        self._purge_seq = self._purge_seq_of_snapshot = SeqNo(0)
+        self._purge_seq = SeqNo(0)
         self.has_unwritten = False
         self.written_record = self.record()
 
