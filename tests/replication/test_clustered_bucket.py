@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from types import SimpleNamespace
 from typing import Any, Final, cast
 
@@ -10,6 +11,7 @@ import trio
 from trio.testing import MockClock
 
 from upr_protocol.client import Address, NodeClient
+from upr_protocol.errors import ServerError, Status
 from upr_protocol.failover import FailoverLog
 from upr_protocol.ids import HistoryId, PartitionId, PartitionState, SeqNo
 from upr_protocol.partition_map import Assignment, PartitionMap
@@ -22,6 +24,7 @@ from upr_server.net.handlers.streams import FIRST_PARTITIONS, open_bucket
 from upr_server.net.request_context import RequestContext
 from upr_server.replication import roles
 from upr_server.replication.roles import STEP_PARTITIONS
+from upr_server.storage.chunk_log import ChunkLog
 from upr_server.storage.simulated import SimulatedStore
 
 LAST: Final = PartitionId(2 * STEP_PARTITIONS - 1)
@@ -143,3 +146,30 @@ async def test_a_node_that_takes_a_map_while_it_tells_of_partitions_tells_the_re
         *_, opened = client.sent
         assert isinstance(opened, Opened)
         assert opened.map_revision == 1
+
+
+async def test_the_map_of_a_bucket_that_is_deleted_meanwhile_is_not_stored_for_the_next_one(
+    monkeypatch: pytest.MonkeyPatch, autojump_clock: MockClock
+) -> None:
+    """Both have the same name, by which the disk knows them."""
+    store = SimulatedStore()
+    async with running_server(ServerConfig(listen="127.0.0.1:0", node="a"), store) as server:
+        nodes = {"a": f"127.0.0.1:{server.port}", "b": "127.0.0.1:1"}
+        first = PartitionMap(bucket="b", revision=1, nodes=nodes, partitions=(Assignment("a"),))
+        await server.partition_maps.set_map(0, first.encode())
+        replicators = server.partition_maps._buckets["b"].replicators
+        stop_all_but = replicators.stop_all_but
+
+        async def delete_meanwhile(sources: Mapping[str, roles.ReplicationSource]) -> None:
+            await stop_all_but(sources)
+            await server.catalog.delete_bucket("b")
+            await server.catalog.create_bucket("b", 1, server.catalog.quota_bytes_default)
+
+        monkeypatch.setattr(replicators, "stop_all_but", delete_meanwhile)
+        second = first.with_assignments({PartitionId(0): Assignment("a", {"b": ""})})
+        with pytest.raises(ServerError) as refusal:
+            await server.partition_maps.set_map(1, second.encode())
+        assert refusal.value.status is Status.NO_BUCKET
+        assert server.partition_maps.map_of("b") is None
+        log, _ = store.directory.disks["b"]
+        assert not ChunkLog(log).load().partition_map

@@ -195,6 +195,8 @@ class ClusteredBucket:
             if len(records) % STEP_PARTITIONS == 0:
                 await trio.lowlevel.checkpoint()
         document = await run_steps(new_map.encode_in_steps())
+        # The call names the bucket, and another of its name may be there by now.
+        self.disk.maintenance.check_not_deleted()
         await self.disk.store.ask(PutPartitionMap(new_map.bucket, document, records))
         return changes
 
