@@ -224,9 +224,13 @@ class ClusteredBucket:
             for _ in self._server.end_streams(bucket, handed_over_ids, status, of_replicas=False):
                 await trio.lowlevel.checkpoint()
         async with streams_ended(self._server, bucket, changing_partitions, status):
-            for count, change in enumerate(changes, 1):
+            step_cost = 0
+            for change in changes:
+                # Some of those who wait for its replicas are answered at once.
+                step_cost += 1 + change.partition.replicas.waiting_count
                 self._carry_out(change)
-                if count % STEP_PARTITIONS == 0:
+                if step_cost >= STEP_PARTITIONS:
+                    step_cost = 0
                     await trio.lowlevel.checkpoint()
 
     def _carry_out(self, change: RoleChange) -> None:

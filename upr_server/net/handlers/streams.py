@@ -136,10 +136,8 @@ def replica_ack(context: RequestContext, request: ReplicaAck) -> Iterator[None] 
 
 
 def _note_reports(context: RequestContext, request: ReplicaAck) -> Iterator[None]:
-    name = context.replica_name
-    for index, (partition_id, history_id, received_seq, persisted_seq) in enumerate(
-        request.rows, 1
-    ):
+    name, cost = context.replica_name, 0
+    for partition_id, history_id, received_seq, persisted_seq in request.rows:
         bucket = context.bucket
         if bucket is None:
             return
@@ -153,10 +151,16 @@ def _note_reports(context: RequestContext, request: ReplicaAck) -> Iterator[None
         ):
             context.note_replica(partition)
             context.disk.progress.notify()
+            waiting_count = partition.replicas.waiting_count
             has_more = partition.replicas.report(name, received_seq, persisted_seq, context)
+            # A call that it made has cost as much as a report.
+            cost += max(0, waiting_count - partition.replicas.waiting_count)
             while has_more:
                 # If the connection ends here, upkeep makes the rest of the calls.
                 yield
+                cost = 0
                 has_more = partition.replicas.make_calls()
-        if index % SLICE_PARTITIONS == 0:
+        cost += 1
+        if cost >= SLICE_PARTITIONS:
+            cost = 0
             yield
