@@ -301,6 +301,20 @@ async def test_a_partition_that_the_source_refuses_keeps_no_other_from_being_rep
         assert source.bucket_opens == opens, "the connection goes on"
 
 
+async def test_the_figures_call_the_disk_full_only_while_it_is(autojump_clock: MockClock) -> None:
+    async with replica() as follower:
+        await follower.receive(b"1")
+        await follower.persist()
+        follower.store.is_full = True
+        await follower.receive(b"2")
+        await trio.sleep(1)
+        assert trouble(follower) == "no room"
+        follower.store.is_full = False
+        await follower.persist()
+        await trio.sleep(1)
+        assert trouble(follower) == ""
+
+
 async def test_a_rollback_keeps_what_was_received_and_not_yet_on_disk(
     autojump_clock: MockClock,
 ) -> None:

@@ -342,16 +342,20 @@ class Replicator:
     async def _write_to_disk(self, writes: list[PartitionWrite]) -> None:
         """Puts it on disk, and moves the partitions there. Waits for room on a full disk, until the
         replicator is to stop or the bucket is deleted; then it is dropped."""
+        full_disk = ""
         while not self._is_deleted:
             try:
                 await self._write_once(writes)
-                return
             except DiskFullError as error:
-                if not self.trouble:
+                if not full_disk:
                     log.error(
                         "disk full; retrying", bucket=self._disk.bucket.name, error=str(error)
                     )
-                self.trouble = str(error)
+                full_disk = self.trouble = str(error)
+            else:
+                if full_disk and self.trouble == full_disk:
+                    self.trouble = ""
+                return
             if self._is_stopping:
                 self._drop_reason = self.trouble
                 await self._drop_received()
