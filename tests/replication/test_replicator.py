@@ -46,7 +46,9 @@ from upr_server.replication.replicator import (
     COLLECTED_PARTITIONS,
     RECONNECT_S,
     REPLICATION_RETRY_S,
+    STEP_ANSWER_BYTES,
 )
+from upr_server.replication.roles import STEP_PARTITIONS
 from upr_server.runtime import System
 from upr_server.storage.calls import Commit, StoreCall, Truncate
 from upr_server.storage.errors import DiskFullError
@@ -531,6 +533,52 @@ async def test_many_answers_to_publishers_are_taken_in_steps(autojump_clock: Moc
         answers = follower.partition.repeated_batches.answers
         assert len(answers.answers_between(0, 1)) == step_count * STEP_ANSWERS
         assert largest_step.added_count == STEP_ANSWERS
+
+
+async def test_large_answers_to_publishers_are_taken_in_more_steps(
+    autojump_clock: MockClock,
+) -> None:
+    """An answer to a thousand increments takes a hundred times as long as that to a few changes."""
+    counters = [(index, index) for index in range(1000)]
+    packed = pack_result(msgspec.structs.replace(LOST, counters=counters))
+    count = 2 * STEP_ANSWER_BYTES // len(packed)
+    async with replica() as follower:
+        follower.source.answers = tuple(
+            (writer.to_bytes(16), 1, 1, packed) for writer in range(1, count + 1)
+        )
+        largest_step = LargestStep(follower.partition)
+        trio.lowlevel.add_instrument(largest_step)
+        await follower.receive(b"1")
+        await follower.persist()
+        trio.lowlevel.remove_instrument(largest_step)
+        answers = follower.partition.repeated_batches.answers
+        assert len(answers.answers_between(0, 1)) == count
+        assert largest_step.added_count == count // 2 + 1
+
+
+async def test_a_commit_of_partitions_with_many_readers_is_noted_in_steps(
+    autojump_clock: MockClock,
+) -> None:
+    """Each reader has to go on from disk then."""
+    count = 8 * COLLECTED_PARTITIONS
+    async with replica(count) as follower:
+        await follower.assign(*[Assignment("a", {"b": ""})] * count)
+        await trio.sleep(1)  # the logs are on disk
+        partitions = follower.disk.bucket.partitions
+        for partition in partitions:
+            for _ in range(STEP_PARTITIONS):
+                partition.manager.register("a reader", partition.high_seq)
+        follower.source.paused = True
+        for number in range(count):
+            follower.source.put(key_in(number, count), b"value")
+        steps = WritingSteps()
+        trio.lowlevel.add_instrument(steps)
+        follower.source.resume()
+        await eventually(
+            lambda: all(partition.high_seq for partition in partitions), "the disk has everything"
+        )
+        trio.lowlevel.remove_instrument(steps)
+        assert steps.count > count
 
 
 async def test_unindexed_changes_can_be_undone_however_old_they_are(
