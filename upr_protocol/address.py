@@ -77,6 +77,10 @@ class Address:
                 "--user or UPR_USER, and give the password with UPR_PASSWORD or --password-file",
             )
         try:
+            url.encode()
+        except UnicodeEncodeError:
+            raise _wrong(url, "it is not UTF-8") from None
+        try:
             parts = urlsplit(url)
         except ValueError:
             raise _wrong(url, _HOSTS) from None

@@ -225,7 +225,7 @@ def conformance_command(
     if (client is None) == (server is None):
         raise click.UsageError("give either --client or --server")
     if client is not None:
-        names, verdicts = list(CLIENT_SCENARIOS), check_client(shlex.split(client), scenarios)
+        names, verdicts = list(CLIENT_SCENARIOS), check_client(_command(client), scenarios)
     else:
         assert server is not None
         try:
@@ -255,6 +255,17 @@ def conformance_command(
         _say(f"cannot reach {server}: {error.strerror or error}")
         sys.exit(EXIT_FAILED)
     sys.exit(EXIT_FAILED if failed else 0)
+
+
+def _command(text: str) -> list[str]:
+    """The program and the arguments that `--client` names."""
+    try:
+        command = shlex.split(text)
+    except ValueError as error:
+        raise click.UsageError(f"--client: {text!r} is no command: {error}") from error
+    if not command:
+        raise click.UsageError("--client: name the command that starts the client")
+    return command
 
 
 @main.command("config")

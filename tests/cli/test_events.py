@@ -35,6 +35,8 @@ def test_bad_options_and_names_are_refused(server: Server, run: Run) -> None:
     assert (
         "invalid consumer name" in run("events", server.url, "--consumer", "no name", code=3).stderr
     )
+    for option in ("--consumer", "--name"):
+        assert "not UTF-8" in run("events", server.url, option, "\udcff", code=2).stderr
     run("events", server.url, "--kind", "changed", code=2)
     run("events", server.url, "--timeout", "0", code=2)
     run("events", "upr://127.0.0.1:1", "--retry-timeout", "0", code=4)

@@ -95,6 +95,12 @@ def test_a_counter_must_be_decimal_text(bucket: str, run: Run) -> None:
     assert "decimal text" in run("increment", bucket, "k", code=3).stderr
 
 
+def test_an_item_cannot_expire_later_than_the_wire_can_say(bucket: str, run: Run) -> None:
+    for seconds in (3_000_000_000, 2**32 - 1):
+        refusal = run("set", bucket, "k", "v", "--expire-in", str(seconds), code=2)
+        assert "no item expires after 2106" in refusal.stderr
+
+
 def test_touch_changes_when_an_item_expires(bucket: str, run: Run) -> None:
     run("set", bucket, "k", "v", "--expire-in", "60")
     run("touch", bucket, "k")

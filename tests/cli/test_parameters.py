@@ -18,6 +18,7 @@ from upr_protocol.cli.parameters import parse_size
         ("2 gb", 2 * 2**30),
         ("1T", 2**40),
         ("100B", 100),
+        ("8388607T", 8388607 * 2**40),
     ],
 )
 def test_sizes_are_read(text: str, expected: int) -> None:
@@ -27,6 +28,12 @@ def test_sizes_are_read(text: str, expected: int) -> None:
 @pytest.mark.parametrize("text", ["", "M", "-1", "1X", "1,5G", "1 2"])
 def test_text_that_is_not_a_size_is_refused(text: str) -> None:
     with pytest.raises(click.BadParameter, match="not a size"):
+        parse_size(text)
+
+
+@pytest.mark.parametrize("text", ["8388608T", "9" * 400])
+def test_a_size_that_no_server_can_store_is_refused(text: str) -> None:
+    with pytest.raises(click.BadParameter, match="too large"):
         parse_size(text)
 
 

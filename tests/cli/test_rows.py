@@ -198,6 +198,8 @@ def test_a_key_has_its_columns_in_the_requested_order() -> None:
     assert KeyMaker(["a"]).key(fields) == b"7"
     assert KeyMaker(["b", "a"]).key(fields) == b"x:7"
     assert KeyMaker(["b", "a"], "/").key(fields) == b"x/7"
+    # A command line may have any bytes.
+    assert KeyMaker(["b", "a"], "\udcff").key(fields) == b"x\xff7"
 
 
 @pytest.mark.parametrize("value", [None, "", b""])

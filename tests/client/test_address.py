@@ -51,6 +51,8 @@ def test_valid_and_invalid_addresses(url: str, address: Address) -> None:
         ("upr://host/b#x", "only a host, a port and a bucket"),
         ("upr://host/b/c", "no slash"),
         ("upr://host/" + "b" * 101, "at most 100 bytes"),
+        ("upr://host/\udcff", "it is not UTF-8"),
+        ("upr://\udcff/b", "it is not UTF-8"),
     ],
 )
 def test_an_invalid_url_raises_an_error_that_says_why(url: str, why: str) -> None:

@@ -47,3 +47,10 @@ async def test_the_command_names_what_fails_and_ends_with_1() -> None:
     unknown = await run((*UPR_SERVER, "conformance", "--client", "false", "nonsense"))
     assert unknown.code == 2
     assert "there is no scenario 'nonsense'" in unknown.err
+    for client, sentence in (
+        ("'open", "no command: No closing quotation"),
+        (" ", "name the command"),
+    ):
+        wrong = await run((*UPR_SERVER, "conformance", "--client", client))
+        assert (wrong.code, wrong.out) == (2, "")
+        assert sentence in wrong.err

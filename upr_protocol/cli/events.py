@@ -21,6 +21,7 @@ from upr_protocol.cli.parameters import (
     number_type,
     retry_timeout_option,
     server_argument,
+    utf8_text,
 )
 from upr_protocol.client import Address, EventFeed, LookAtEverything, follow_events
 from upr_protocol.limits import HEALTH_TIMEOUT_S_MAX, HEALTH_TIMEOUT_S_MIN
@@ -42,11 +43,13 @@ _encode: Final = msgspec.json.Encoder().encode
 @click.option(
     "--name",
     "pattern",
+    type=utf8_text,
     metavar="PATTERN",
     help="Only buckets with a matching name; * and ? are wildcards.  [default: the URL's, or all]",
 )
 @click.option(
     "--consumer",
+    type=utf8_text,
     metavar="NAME",
     help="The consumer's name; one that returns gets the events it missed.  [default: a new one]",
 )

@@ -26,8 +26,8 @@ from upr_protocol.cli.parameters import (
 from upr_protocol.client import Address, Client, Item, RefusedKeysError, WriteResult
 from upr_protocol.errors import ADVICE, Status
 
-_EXPIRE_IN_MAX: Final = 100 * 365 * 86_400
-"""A hundred years: the expiry time has 32 bits, which end in 2106."""
+_EXPIRY_MAX: Final = 2**32 - 1
+"""The last expiry time, in 2106: it has 32 bits."""
 
 
 def _octets(text: str) -> bytes:
@@ -53,10 +53,23 @@ _flags_option = click.option(
 )
 _expire_option = click.option(
     "--expire-in",
-    type=number_type(1, _EXPIRE_IN_MAX),
+    type=number_type(1, _EXPIRY_MAX),
     metavar="SECONDS",
     help="When the item expires, from now. [default: never]",
 )
+
+
+def _expiry(expire_in: int | None) -> int:
+    """When an item expires, in seconds since 1970; 0 for never."""
+    if expire_in is None:
+        return 0
+    expiry = int(time.time()) + expire_in
+    if expiry > _EXPIRY_MAX:
+        raise click.UsageError(
+            f"--expire-in {expire_in}: no item expires after 2106; leave the option out"
+        )
+    return expiry
+
 
 Write = Callable[[Client], Awaitable[WriteResult]]
 
@@ -77,8 +90,7 @@ def _write_command(
                 value = arguments["value"]
                 arguments["value"] = sys.stdin.buffer.read() if value == "-" else os.fsencode(value)
             if "expire_in" in arguments:
-                expire_in = arguments.pop("expire_in")
-                arguments["expiry"] = 0 if expire_in is None else int(time.time()) + expire_in
+                arguments["expiry"] = _expiry(arguments.pop("expire_in"))
             result = ask(target, function(**arguments))
             if result.count is not None:
                 click.echo(result.count)

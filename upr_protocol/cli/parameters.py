@@ -88,6 +88,9 @@ def number_type(low: int, high: int) -> Callable[[str], int]:
 U32: Final = number_type(0, 2**32 - 1)
 U64: Final = number_type(0, 2**64 - 1)
 
+_SIZES_END: Final = 2**63
+"""Sizes are below this: a server stores them in 64 bits."""
+
 _UNITS: Final = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 _SIZE: Final = re.compile(r"(\d+(?:\.\d+)?) ?([KMGT]?)(?:i?B)?", re.IGNORECASE | re.ASCII)
 
@@ -99,7 +102,22 @@ def parse_size(text: str) -> int:
         raise click.BadParameter(
             f"{text!r} is not a size; write a number of bytes, or a unit as in 512M or 2G"
         )
-    return int(float(match[1]) * _UNITS[match[2].upper()])
+    size = float(match[1]) * _UNITS[match[2].upper()]
+    if size >= _SIZES_END:
+        raise click.BadParameter(f"{text!r} is too large; a size is below {_SIZES_END:,} bytes")
+    return int(size)
+
+
+# Texts.
+
+
+def utf8_text(text: str) -> str:
+    """The type of a text that the server gets as it is."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise click.BadParameter(f"{text!r} is not UTF-8") from None
+    return text
 
 
 # Times.

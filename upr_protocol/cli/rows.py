@@ -204,7 +204,7 @@ class KeyMaker:
 
     def __init__(self, columns: Sequence[str], separator: str = ":") -> None:
         self._columns = tuple(columns)
-        self._separator = separator.encode()
+        self._separator = separator.encode(errors=_SURROGATES)
 
     def key(self, fields: Mapping[str, Any]) -> bytes | None:
         """The key of the row with these `fields`; None if one of its columns is missing or empty.
