@@ -174,7 +174,11 @@ def serve_command(config_path: Path | None, **options: Any) -> None:
         nonlocal is_listening
         is_listening = True
         host = f"[{server.host}]" if ":" in server.host else server.host
-        print(f"listening on {host}:{server.port}", flush=True)
+        try:
+            print(f"listening on {host}:{server.port}", flush=True)
+        except OSError:
+            # Nobody reads it, or its disk is full. The log says the same.
+            _discard_output()
 
     try:
         loss = trio.run(serve, config, on_listening)
@@ -191,6 +195,12 @@ def serve_command(config_path: Path | None, **options: Any) -> None:
     if loss:
         _say(f"{loss}; data that was only in memory is lost; the log says how much")
         sys.exit(EXIT_UNSAVED)
+
+
+def _discard_output() -> None:
+    # Python writes what is left in its buffer when it exits, and would fail again.
+    with open(os.devnull, "wb") as null_device:
+        os.dup2(null_device.fileno(), sys.stdout.fileno())
 
 
 @main.command("conformance")

@@ -402,6 +402,28 @@ async def test_a_second_signal_with_unsaved_data_says_so_by_its_exit_code() -> N
         assert "data that was only in memory is lost" in server.log_text
 
 
+async def test_a_server_whose_first_line_cannot_be_written_serves_all_the_same(
+    tmp_path: Path,
+) -> None:
+    """The disk with the file of its standard output is full."""
+    serve = ("serve", "--listen", "127.0.0.1:0", "--data-dir", str(tmp_path / "data"))
+    log_path = tmp_path / "log"
+    with log_path.open("wb") as log:
+        process = await trio.lowlevel.open_process(
+            ("sh", "-c", 'exec "$@" > /dev/full', "sh", *UPR_SERVER, *serve),
+            stderr=log,
+            cwd=ROOT,
+            env=environment(),
+        )
+    try:
+        await eventually(lambda: "listening" in log_path.read_text(), "it listens")
+        process.terminate()
+        assert await process.wait() == 0
+    finally:
+        process.kill()
+    assert "Traceback" not in log_path.read_text()
+
+
 @pytest.mark.parametrize(
     "limit", effort(["-n 15", "-v 100000"], ["-n 12", "-n 15", "-v 100000", "-v 250000"])
 )
