@@ -34,8 +34,12 @@ from upr_server.storage.directory import default_data_dir
 
 ENVIRONMENT_PREFIX: Final = "UPR_SERVER_"
 
+BYTES_MAX: Final = 2**63 - 1
+"""More bytes do not fit where their number is stored."""
+
 _Count = Annotated[int, msgspec.Meta(ge=1)]
 _Seconds = Annotated[float, msgspec.Meta(ge=0)]
+_Bytes = Annotated[int, msgspec.Meta(ge=0, le=BYTES_MAX)]
 
 
 class BucketConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -50,7 +54,7 @@ class BucketConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     name: str
     partitions: Annotated[int, msgspec.Meta(ge=1, le=PARTITIONS_MAX)] = PARTITIONS_DEFAULT
-    quota_bytes: Annotated[int, msgspec.Meta(ge=0)] = 0
+    quota_bytes: _Bytes = 0
 
 
 class ServerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -105,7 +109,7 @@ class ServerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     listen: str = "127.0.0.1:12000"
     identity: str = ""
     node: str = ""
-    quota_bytes: Annotated[int, msgspec.Meta(ge=QUOTA_BYTES_MIN)] = 1024 * 1024 * 1024
+    quota_bytes: Annotated[int, msgspec.Meta(ge=QUOTA_BYTES_MIN, le=BYTES_MAX)] = 1024 * 1024 * 1024
     connections_max: _Count = 10_000
     partitions_max: _Count = 128 * 1024
     send_timeout_s: _Seconds = SEND_TIMEOUT_S
@@ -122,7 +126,7 @@ class ServerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     node_password_file: str = ""
     audit_log: str = ""
     data_dir: str = ""
-    disk_bytes_max: Annotated[int, msgspec.Meta(ge=0)] = 0
+    disk_bytes_max: _Bytes = 0
     purge_age_s: _Seconds = 3 * 24 * 3600.0
     events: bool = True
     shutdown_deadline_s: _Seconds = 5.0
