@@ -72,6 +72,16 @@ async def test_all_kinds_of_clients(certificates: Certificates) -> None:
         assert items[b"large"] == value * 2
 
 
+async def test_handshakes_take_turns(certificates: Certificates) -> None:
+    """Thousands may greet in the same moment, and others would wait until all of them are
+    answered."""
+    async with tls_server(certificates) as server:
+        turns = server.connections.resources.handshake_turns
+        assert not turns._used_amount
+        async with connect(encrypted(server.url("b"), certificates.security())):
+            assert turns._used_amount > 0
+
+
 # Who is refused, and what each side is told.
 
 

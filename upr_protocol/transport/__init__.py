@@ -30,6 +30,7 @@ from upr_protocol.transport.tls_socket import TlsSocket
 from upr_protocol.transport.trio_stream import (
     Dial,
     TlsStream,
+    WorkTurns,
     allow_unsent_bytes,
     dial_tcp,
     encrypted_to_server,
@@ -51,6 +52,7 @@ __all__ = [
     "TlsLink",
     "TlsSocket",
     "TlsStream",
+    "WorkTurns",
     "allow_unsent_bytes",
     "channel_binding_of_file",
     "client_context",

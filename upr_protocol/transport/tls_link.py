@@ -129,7 +129,7 @@ class TlsLink:
             BrokenError: The other side has left, or sends what is not TLS.
             TlsError: The two sides do not agree, or one does not trust the other.
         """
-        if self._is_server and not self._has_first_record:
+        if self._is_server and not self.has_first_record:
             # From its first look at a record on, OpenSSL keeps 40 KiB of buffers. Many strangers
             # may never end their first.
             return False
@@ -144,7 +144,7 @@ class TlsLink:
         return True
 
     @property
-    def _has_first_record(self) -> bool:
+    def has_first_record(self) -> bool:
         """Whether the first record has come whole, or OpenSSL is to say what is wrong with it."""
         head, count = self._first_head, self._handshake_bytes
         if self._is_cut:

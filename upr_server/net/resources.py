@@ -22,8 +22,10 @@ from upr_server.net.partition_request_queue import PartitionRequestQueues
 from upr_server.net.step_writes import StepWrites
 from upr_server.net.turns import (
     CONNECTION_LANES,
+    HANDSHAKE_LANES,
     STEP_LANES,
     TURN_CONNECTIONS,
+    TURN_HANDSHAKES_S,
     TURN_READ_BYTES,
     TURN_STEPS_S,
     TURN_WRITE_BYTES,
@@ -127,6 +129,7 @@ class ServerResources:
         step_turns: The turns of connections whose requests take long.
         connection_turns: The turns of connections on which something is due that may be due on
             thousands at the same time.
+        handshake_turns: The turns of encrypted connections whose handshake goes on.
         wait_turns: The turns of answers to those who wait for numbers.
     """
 
@@ -169,6 +172,12 @@ class ServerResources:
     connection_turns: BudgetedTurns = attrs.field(
         default=attrs.Factory(
             lambda self: BudgetedTurns(self.turn_timer, TURN_CONNECTIONS, CONNECTION_LANES),
+            takes_self=True,
+        )
+    )
+    handshake_turns: BudgetedTurns = attrs.field(
+        default=attrs.Factory(
+            lambda self: BudgetedTurns(self.turn_timer, TURN_HANDSHAKES_S, HANDSHAKE_LANES),
             takes_self=True,
         )
     )

@@ -123,7 +123,7 @@ class ConnectionServer:
     async def _serve(self, stream: trio.abc.HalfCloseableStream, peer: str) -> None:
         allow_unsent_bytes(stream)
         if self._certificates is not None:
-            stream = self._certificates.encrypt_stream(stream)
+            stream = self._certificates.encrypt_stream(stream, self.resources.handshake_turns)
         connection = self.new_connection(stream, peer)
         if len(self.connections) >= self._connections_max:
             await self._refuse(connection, stream)

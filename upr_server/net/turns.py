@@ -32,6 +32,13 @@ wait: at some 100 µs each, 2 ms."""
 CONNECTION_LANES: Final = 16
 """Such connections that have their turn together."""
 
+TURN_HANDSHAKES_S: Final = 0.002
+"""Seconds of TLS handshakes in one turn of the loop, before others wait. A step of one takes 0.3
+ms with a key of an elliptic curve, and 0.6 with one of RSA of 2,048 bits."""
+
+HANDSHAKE_LANES: Final = 2
+"""Handshakes that have their turn together."""
+
 
 class TurnCounter(Protocol):
     """Counts the loop's turns."""

@@ -16,6 +16,7 @@ from upr_protocol.transport import (
     FileStamp,
     TlsLink,
     TlsStream,
+    WorkTurns,
     channel_binding_of_file,
     file_stamp,
     load_authorities,
@@ -134,9 +135,12 @@ class Certificates:
         self.context = files.context()
         self._scratch = new_tls_scratch(SERVER_READ_BYTES)
 
-    def encrypt_stream(self, stream: trio.abc.HalfCloseableStream) -> TlsStream:
-        """An accepted connection; its first read makes the handshake."""
-        return TlsStream(stream, TlsLink(self.context, None, self._channel_binding), self._scratch)
+    def encrypt_stream(
+        self, stream: trio.abc.HalfCloseableStream, turns: WorkTurns | None = None
+    ) -> TlsStream:
+        """An accepted connection; its first read makes the handshake, in `turns`."""
+        link = TlsLink(self.context, None, self._channel_binding)
+        return TlsStream(stream, link, self._scratch, turns)
 
     def context_for_renewals(self) -> ssl.SSLContext:
         """A context for a library that keeps it: each connection shows the certificate that is the

@@ -359,6 +359,50 @@ async def test_nothing_can_be_written_any_more_once_what_is_read(
             await server.write_rest([b"x"], 1)
 
 
+class CountedTurns:
+    """Turns for which everybody has to wait, and which are counted."""
+
+    may_begin = False
+
+    def __init__(self) -> None:
+        self.waited_count = self.used_count = 0
+
+    async def next_turn(self) -> None:
+        self.waited_count += 1
+        await trio.lowlevel.checkpoint()
+
+    def note_used(self, amount: float) -> None:
+        assert amount >= 0
+        self.used_count += 1
+
+
+async def test_each_step_of_a_server_s_handshake_waits_for_its_turn(
+    certificates: Certificates,
+) -> None:
+    client_side, server_side = contexts(certificates)
+    near, far = memory_stream_pair()
+    turns = CountedTurns()
+    client = TlsStream(near, TlsLink(client_side, "localhost"), new_tls_scratch())
+    server = TlsStream(far, TlsLink(server_side, None), new_tls_scratch(), turns)
+    async with client, server, trio.open_nursery() as nursery:
+        nursery.start_soon(server.handshake)
+        await client.handshake()
+    assert turns.waited_count == turns.used_count >= 2
+
+
+async def test_who_has_not_greeted_has_no_turn(
+    certificates: Certificates, autojump_clock: MockClock
+) -> None:
+    _, server_side = contexts(certificates)
+    near, far = memory_stream_pair()
+    turns = CountedTurns()
+    async with near, TlsStream(far, TlsLink(server_side, None), new_tls_scratch(), turns) as server:
+        with trio.move_on_after(5):
+            await near.send_all(bytes.fromhex("16 03 01 00 ee 01 00"))
+            await server.handshake()
+    assert not turns.waited_count
+
+
 # Files.
 
 
