@@ -50,6 +50,7 @@ from upr_server.storage.online import flusher
 from upr_server.storage.online.backfill import WAIT_FOR_DISK
 from upr_server.storage.online.leases import LAPSED_S
 from upr_server.storage.online.partition_reader import PartitionReader
+from upr_server.storage.records import lease_key
 from upr_server.storage.simulated import SimulatedDirectory, SimulatedStore
 
 NOW: Final = 1000.0
@@ -493,11 +494,15 @@ async def test_a_caller_that_leaves_a_hanging_commit_leaves_nothing_behind(
 
 
 class _NothingIsForgotten(SimulatedStore):
-    """No lease can be deleted: the disk is full."""
+    """While the disk is full no lease can be deleted."""
+
+    is_full = True
+    maintenance_steps = 0
 
     async def wait(self, call: StoreCall[Any]) -> None:
-        if isinstance(call, DeleteLeases):
+        if isinstance(call, DeleteLeases) and self.is_full:
             raise DiskFullError("full")
+        self.maintenance_steps += isinstance(call, Maintain)
         await super().wait(call)
 
 
@@ -513,3 +518,53 @@ async def test_a_lease_that_cannot_be_deleted_is_not_forgotten(
         autojump_clock.jump(2 * LAPSED_S)
         await trio.sleep(1)
         assert [lease.lease_id for lease in disk.leases.lapsed_leases()] == [5]
+
+
+async def _with_a_damaged_lease() -> SimulatedDirectory:
+    """The disk of a stopped server with the leases 5, which is damaged, and 6."""
+    directory = SimulatedDirectory()
+    async with serving(SimulatedStore(directory), 1) as server:
+        disk = server.catalog.disks[server.catalog.bucket(BUCKET)]
+        async with disk.maintenance.paused():
+            for lease_id in (5, 6):
+                await disk.leases.acquire(lease_id, "o", [(0, 0, SeqNo(0))], 1000)
+    directory.disks[BUCKET][0].flip_bit(lease_key(5), 77)
+    return directory
+
+
+def _leases_on_disk(directory: SimulatedDirectory) -> set[bytes]:
+    return {lease_key(5), lease_key(6)} & set(directory.disks[BUCKET][0].keys())
+
+
+async def test_a_damaged_lease_does_not_keep_a_server_with_a_full_disk_from_starting(
+    autojump_clock: trio.testing.MockClock,
+) -> None:
+    """It is lost, and its record is deleted once there is room. Nothing is compacted before: should
+    the record be readable again, the lease would promise what is no longer there."""
+    directory = await _with_a_damaged_lease()
+    store = _NothingIsForgotten(directory)
+    async with serving(store, 1) as server:
+        disk = server.catalog.disks[server.catalog.bucket(BUCKET)]
+        await trio.sleep(5)
+        assert len(disk.leases) == 1
+        assert _leases_on_disk(directory) == {lease_key(5), lease_key(6)}
+        assert not store.maintenance_steps
+        store.is_full = False
+        await trio.sleep(5)
+        assert _leases_on_disk(directory) == {lease_key(6)}
+        assert store.maintenance_steps
+
+
+async def test_a_lease_that_takes_the_place_of_a_damaged_one_stays(
+    autojump_clock: trio.testing.MockClock,
+) -> None:
+    directory = await _with_a_damaged_lease()
+    store = _NothingIsForgotten(directory)
+    async with serving(store, 1) as server:
+        disk = server.catalog.disks[server.catalog.bucket(BUCKET)]
+        async with disk.maintenance.paused():
+            await disk.leases.acquire(5, "another", [(0, 0, SeqNo(0))], 1000)
+        store.is_full = False
+        await trio.sleep(5)
+        assert disk.leases.get_whole(5).owner == "another"
+        assert _leases_on_disk(directory) == {lease_key(5), lease_key(6)}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from types import MappingProxyType
 from typing import Final, Protocol
@@ -29,7 +29,6 @@ from upr_server.storage.calls import (
     CreateBucketFiles,
     DeleteAnswers,
     DeleteBucketFiles,
-    DeleteLeases,
     LoadBuckets,
     MarkCleanStop,
     StartServing,
@@ -218,8 +217,13 @@ class BucketCatalog:
         images, changed = recover_partitions(stored_bucket, self._new_id)
         # This removes the marker of a clean stop: from now on the next start notices a crash.
         await self._store.ask(StartServing(record.name, changed))
-        if stored_bucket.damaged_leases:
-            await self._delete_damaged_leases(record.name, stored_bucket.damaged_leases)
+        for lease_id, damage in stored_bucket.damaged_leases.items():
+            log.error(
+                "damaged lease; it is lost",
+                bucket=record.name,
+                lease=f"{lease_id:016x}",
+                damage=damage,
+            )
         log.info(
             "bucket recovered",
             bucket=record.name,
@@ -240,7 +244,7 @@ class BucketCatalog:
             partition.damage for partition in stored_bucket.partitions
         ):
             self._unsettled.add(bucket)
-        disk = self._attach_disk(bucket, stored_bucket.leases)
+        disk = self._attach_disk(bucket, stored_bucket.leases, stored_bucket.damaged_leases)
         if stored_bucket.partition_map:
             partials = {
                 PartitionId(partition_number): partition.record.partial
@@ -250,13 +254,6 @@ class BucketCatalog:
             self._maps.restore_map(
                 disk, stored_bucket.partition_map, partials, is_clean=stored_bucket.is_clean
             )
-
-    async def _delete_damaged_leases(self, bucket: str, damages: Mapping[int, str]) -> None:
-        for lease_id, damage in damages.items():
-            log.error(
-                "damaged lease; it is lost", bucket=bucket, lease=f"{lease_id:016x}", damage=damage
-            )
-        await self._store.ask(DeleteLeases(bucket, list(damages)))
 
     async def _delete_surplus_answers(
         self, bucket: Bucket, images: Sequence[PartitionImage]
@@ -362,7 +359,12 @@ class BucketCatalog:
             return FailoverLog().with_branch(self._new_id(), SeqNo(0))
         return FailoverLog()
 
-    def _attach_disk(self, bucket: Bucket, leases: Sequence[LeaseRecord] = ()) -> BucketDisk:
+    def _attach_disk(
+        self,
+        bucket: Bucket,
+        leases: Sequence[LeaseRecord] = (),
+        damaged_leases: Iterable[int] = (),
+    ) -> BucketDisk:
         disk = BucketDisk(
             self._store,
             bucket,
@@ -370,6 +372,7 @@ class BucketCatalog:
             new_id=self._new_id,
             purge_age_s=self._purge_age_s,
             leases=leases,
+            damaged_leases=damaged_leases,
             on_memory_freed=self._upkeep.try_relief_again,
             rest_s=self._rest_s,
             nursery=self._nursery,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Final, TypeVar
 
 import msgspec
@@ -57,6 +57,7 @@ class BucketDisk:
         purge_age_s: How old a tombstone must be to be dropped.
         nursery: Where backfills run; it must outlive `run`.
         leases: The leases that the disk has.
+        damaged_leases: The IDs of those whose records are damaged.
         on_memory_freed: Called when memory may have become free.
         rest_s: How long maintenance leaves a bucket alone that needs nothing.
 
@@ -85,6 +86,7 @@ class BucketDisk:
         purge_age_s: float,
         nursery: trio.Nursery,
         leases: Sequence[LeaseRecord] = (),
+        damaged_leases: Iterable[int] = (),
         on_memory_freed: Callable[[], None],
         rest_s: float = IDLE_S,
     ) -> None:
@@ -93,7 +95,7 @@ class BucketDisk:
         self.memory = bucket.memory
         self._on_memory_freed = on_memory_freed
         self.flusher = Flusher(store, bucket, self.note_committed)
-        self.leases = LeaseBook(store, bucket, time, new_id, leases)
+        self.leases = LeaseBook(store, bucket, time, new_id, leases, damaged_leases)
         self.maintenance = Maintenance(
             store, bucket, self.flusher, self.leases, time, purge_age_s, on_memory_freed, rest_s
         )

@@ -66,6 +66,7 @@ class LeaseBook:
         time: Seconds since 1970.
         new_id: Draws a fresh non-zero random number.
         leases: The leases that the disk has.
+        damaged_ids: The IDs of those whose records on disk are damaged. They are lost.
     """
 
     def __init__(
@@ -75,6 +76,7 @@ class LeaseBook:
         time: Callable[[], float],
         new_id: Callable[[], int],
         leases: Iterable[LeaseRecord] = (),
+        damaged_ids: Iterable[int] = (),
     ) -> None:
         self._store = store
         self._bucket = bucket
@@ -85,6 +87,9 @@ class LeaseBook:
         # Those that others needed the places of, in the order in which they lapsed: each was the
         # first of all leases to lapse. They have no ranges any more.
         self._evicted_leases = {lease.lease_id: lease for lease in by_expiry if not lease.ranges}
+        self._damaged_ids = set(damaged_ids)
+        """Whose records are still on disk. Should one be readable at another start, it must not be
+        there: compaction may have dropped something of its ranges."""
         self._backfills: dict[object, tuple[PartitionId, SeqNo, SeqNo]] = {}
         self._broken_count = 0
 
@@ -250,12 +255,17 @@ class LeaseBook:
         # other way round, compaction could break it in between.
         previous_lease = self._leases.get(lease.lease_id)
         self._leases[lease.lease_id] = lease
+        # It takes the place of the damaged record, also if who asks for it leaves meanwhile.
+        was_damaged = lease.lease_id in self._damaged_ids
+        self._damaged_ids.discard(lease.lease_id)
         try:
             await self._store.ask(PutLease(self._bucket.name, lease))
         except DiskFullError:
             self._leases.pop(lease.lease_id, None)
             if previous_lease is not None:
                 self._leases[lease.lease_id] = previous_lease
+            if was_damaged:
+                self._damaged_ids.add(lease.lease_id)
             raise
         return lease
 
@@ -317,10 +327,15 @@ class LeaseBook:
         self._leases.pop(lease_id, None)
 
     async def delete_lapsed(self) -> None:
-        """Deletes leases that lapsed long ago."""
+        """Deletes leases that lapsed long ago, and damaged ones, before compaction goes on."""
         lapsed_before = self._time() - LAPSED_S
         expired_ids = [
-            lease.lease_id for lease in self._leases.values() if lease.expires_at <= lapsed_before
+            *sorted(self._damaged_ids),
+            *(
+                lease.lease_id
+                for lease in self._leases.values()
+                if lease.expires_at <= lapsed_before
+            ),
         ]
         for lease in self._evicted_leases.values():
             if lease.expires_at > lapsed_before:
@@ -332,6 +347,7 @@ class LeaseBook:
             for lease_id in expired_ids:
                 self._leases.pop(lease_id, None)
                 self._evicted_leases.pop(lease_id, None)
+            self._damaged_ids.clear()
 
     def statistics(self) -> dict[str, object]:
         """How many leases there are, of each kind."""
