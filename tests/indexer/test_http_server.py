@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
+from functools import partial
 from typing import Any, Final
 
 import pytest
+import structlog
 import trio
 from h2.config import H2Configuration
 from h2.connection import H2Connection
 from h2.events import Event, ResponseReceived, StreamEnded
 
+from tests.indexer.kit import until
 from upr_server.indexer import http_server
 from upr_server.indexer.http_server import answering_over_http
 from upr_server.runtime import open_listeners
@@ -19,6 +22,8 @@ from upr_server.runtime import open_listeners
 RECEIVE_BYTES: Final = 4096
 
 REQUEST: Final = b"GET /v1/status HTTP/1.1\r\nHost: x\r\n\r\n"
+
+LAST_REQUEST: Final = b"GET /v1/status HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n"
 
 PATH: Final = [(b":path", b"/"), (b":scheme", b"http"), (b":authority", b"x")]
 
@@ -178,3 +183,59 @@ async def test_a_request_that_does_not_end_is_cancelled_by_a_stop(
             await has_begun.wait()
         async with stream:
             assert await read_to_end(stream) == b""
+
+
+async def is_served(port: int, host: str) -> bool:
+    """Whether a connection from one of this machine's addresses is answered."""
+    async with await trio.open_tcp_stream("127.0.0.1", port, local_address=host) as stream:
+        try:
+            await stream.send_all(LAST_REQUEST)
+        except trio.BrokenResourceError:
+            return False
+        return b" 401 " in await read_to_end(stream)
+
+
+async def test_connections_are_limited_and_those_of_one_host(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Strangers could take all files that the process may have open. Without one for its indexes
+    it ends."""
+    monkeypatch.setattr(http_server, "CONNECTIONS_MAX", 4)
+    async with a_port() as port, AsyncExitStack() as stack:
+
+        async def connection_from(host: str) -> trio.SocketStream:
+            stream = await trio.open_tcp_stream("127.0.0.1", port, local_address=host)
+            await stack.enter_async_context(stream)
+            assert b" 401 " in await answer_to(stream)
+            return stream
+
+        first = await connection_from("127.0.0.1")
+        await connection_from("127.0.0.1")
+        with structlog.testing.capture_logs() as logs:
+            assert not await is_served(port, "127.0.0.1")
+            assert not await is_served(port, "127.0.0.1")
+        assert [line["host"] for line in logs if "too many" in line["event"]] == ["127.0.0.1"]
+        for _ in range(2):
+            await connection_from("127.0.0.2")
+        assert not await is_served(port, "127.0.0.3")
+        assert b" 401 " in await answer_to(first)
+        await first.aclose()
+        await until(partial(is_served, port, "127.0.0.3"))
+
+
+@pytest.mark.parametrize(("files", "connections"), [(1024, 256), (1 << 62, 1000)])
+async def test_connections_leave_files_for_indexes(
+    monkeypatch: pytest.MonkeyPatch, files: int, connections: int
+) -> None:
+    connections_max: list[int] = []
+
+    class Acceptor(http_server._Acceptor):
+        def __init__(self, serve: Any, limit: int) -> None:
+            super().__init__(serve, limit)
+            connections_max.append(limit)
+
+    monkeypatch.setattr(http_server, "file_limit", lambda: files)
+    monkeypatch.setattr(http_server, "_Acceptor", Acceptor)
+    async with a_port():
+        pass
+    assert connections_max == [connections]

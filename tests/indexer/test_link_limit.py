@@ -36,7 +36,7 @@ def test_links_are_counted_by_host(links_max: int, steps: list[tuple[bool, int]]
         assert len(limit) == len(open_links)
     for _, stack in open_links:
         stack.close()
-    assert not limit._links
+    assert not limit._links._counts
 
 
 def test_the_refusal_names_the_setting() -> None:

@@ -21,6 +21,7 @@ from upr_server.runtime import (
     ConfigError,
     collect_rarely,
     keep_heap_small,
+    raise_file_limit,
     set_time_slice,
     set_up_logging,
 )
@@ -178,6 +179,7 @@ def main(config_path: Path | None, **options: Any) -> None:
     faulthandler.enable(2)
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     keep_heap_small()
+    raise_file_limit()
     # Where processors are scarce, a scan comes before what works for long.
     set_time_slice(SHORT_SLICE_S)
     # The received keys and the documents of a round are many objects, none of them in a cycle.

@@ -11,10 +11,11 @@ from __future__ import annotations
 import logging
 import socket
 import ssl
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
 from http import HTTPStatus
+from math import inf
 from typing import Any, Final
 
 import hypercorn
@@ -27,6 +28,8 @@ from hypercorn.utils import wrap_app
 from starlette.types import ASGIApp
 
 from upr_protocol.concurrency import background_nursery, first_failure
+from upr_server.indexer.host_limit import HostLimit
+from upr_server.runtime import file_limit, network_of
 
 SEND_TIMEOUT_S: Final = 10.0
 """A connection whose peer takes nothing for so long is closed. Its answer counts in the pool until
@@ -37,6 +40,17 @@ HANDSHAKE_TIMEOUT_S: Final = 10.0
 
 STOP_S: Final = 1.0
 """How long the requests under way may take at a stop."""
+
+CONNECTIONS_MAX: Final = 1000
+"""How many connections there may be, half of them from one host. Nobody has to log in to have one.
+One more is closed at once."""
+
+FILES_SHARE: Final = 4
+"""Connections are at most this part of the files that the process may have open. The indexer ends
+where none is left for its indexes."""
+
+REFUSALS_LOG_S: Final = 60.0
+"""The time between two lines of the log about connections that were closed."""
 
 log = structlog.get_logger(__name__)
 
@@ -68,7 +82,10 @@ async def answering_over_http(
     context = WorkerContext(None)
     settings = _Settings()
     wrapped_app = wrap_app(_without_http_2(app), settings.wsgi_max_body_size, "asgi")
-    serve = partial(_serve_connection, wrapped_app, settings, context)
+    connections_max = min(CONNECTIONS_MAX, file_limit() // FILES_SHARE)
+    acceptor = _Acceptor(
+        partial(_serve_connection, wrapped_app, settings, context), connections_max
+    )
     sources: list[trio.abc.Listener[Any]] = [
         # HTTP says itself where it ends, so many peers close without TLS's goodbye.
         listener if tls is None else trio.SSLListener(listener, tls, https_compatible=True)
@@ -77,7 +94,7 @@ async def answering_over_http(
     async with trio.open_nursery() as connections:
         async with background_nursery() as accepting:
             accepting.start_soon(
-                partial(trio.serve_listeners, serve, sources, handler_nursery=connections)
+                partial(trio.serve_listeners, acceptor.serve, sources, handler_nursery=connections)
             )
             yield
         # Idle connections end now.
@@ -99,6 +116,48 @@ def _without_http_2(app: ASGIApp) -> ASGIFramework:
             await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     return answer
+
+
+class _Acceptor:
+    """Serves connections, as many at a time as there may be.
+
+    Args:
+        serve: Serves a connection.
+        connections_max: How many there may be, half of them from one host.
+    """
+
+    def __init__(self, serve: Callable[[Any], Awaitable[None]], connections_max: int) -> None:
+        self._serve = serve
+        self._limit = HostLimit(connections_max)
+        self._next_log_at = -inf
+
+    async def serve(self, stream: Any) -> None:
+        """Serves a connection; one too many is closed when this returns."""
+        host = _host_of(stream)
+        if self._limit.is_full or self._limit.is_full_for(host):
+            self._log_refusal(host)
+            return
+        with self._limit.counted(host):
+            await self._serve(stream)
+
+    def _log_refusal(self, host: str) -> None:
+        now = trio.current_time()
+        if now >= self._next_log_at:
+            self._next_log_at = now + REFUSALS_LOG_S
+            log.warning(
+                "too many connections; closing new ones", host=host, connections=len(self._limit)
+            )
+
+
+def _host_of(stream: Any) -> str:
+    """Where a connection comes from; empty if it has gone already."""
+    # With TLS the stream lies over another one.
+    transport: trio.SocketStream = getattr(stream, "transport_stream", stream)
+    try:
+        host, port = transport.socket.getpeername()[:2]
+    except OSError:
+        return ""
+    return network_of(f"{host}:{port}")
 
 
 async def _serve_connection(

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Final
 
 from upr_protocol.errors import UprError
+from upr_server.indexer.host_limit import HostLimit
 
 LINKS_FACTOR_MIN: Final = 2
 """A node allows so many times the links that the others need, at least: a link whose node has
@@ -35,11 +35,10 @@ class LinkLimit:
     """
 
     def __init__(self, links_max: int) -> None:
-        self._links_max = links_max
-        self._links: Counter[str] = Counter()
+        self._links = HostLimit(links_max)
 
     def __len__(self) -> int:
-        return self._links.total()
+        return len(self._links)
 
     @contextmanager
     def link_of(self, host: str) -> Iterator[None]:
@@ -51,20 +50,16 @@ class LinkLimit:
         Raises:
             TooManyLinksError: There are too many.
         """
-        if len(self) >= self._links_max:
+        links = self._links
+        if links.is_full:
             raise TooManyLinksError(
-                f"other nodes have {self._links_max} links to this one, as many as its setting "
+                f"other nodes have {links.total_max} links to this one, as many as its setting "
                 "links_max allows"
             )
-        if self._links[host] >= self._links_max // 2:
+        if links.is_full_for(host):
             raise TooManyLinksError(
-                f"{host} has {self._links_max // 2} links to this node, as many as one host may "
-                f"have: half of its setting links_max, {self._links_max}"
+                f"{host} has {links.host_max} links to this node, as many as one host may have: "
+                f"half of its setting links_max, {links.total_max}"
             )
-        self._links[host] += 1
-        try:
+        with links.counted(host):
             yield
-        finally:
-            self._links[host] -= 1
-            if not self._links[host]:
-                del self._links[host]

@@ -26,6 +26,7 @@ from upr_server.runtime.memory_return import (
     keep_heap_small,
     sums_in_steps,
 )
+from upr_server.runtime.open_files import file_limit, raise_file_limit
 from upr_server.runtime.settings import ConfigError, load_settings
 from upr_server.runtime.signals import run_until_signal
 from upr_server.runtime.system import System
@@ -53,6 +54,7 @@ __all__ = [
     "collect_only_young",
     "collect_rarely",
     "essential",
+    "file_limit",
     "in_background",
     "is_loopback",
     "keep_heap_small",
@@ -60,6 +62,7 @@ __all__ = [
     "network_of",
     "open_listeners",
     "parse_listen",
+    "raise_file_limit",
     "run_until_signal",
     "set_time_slice",
     "set_up_logging",
