@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -331,6 +332,26 @@ async def test_workers_that_all_fail_are_started_less_and_less_often(
                 await holder.release("")
     pauses = [after - before for before, after in pairwise(starts)]
     assert pauses == pytest.approx([0.5, 1, 2, 4, 8, 16, 30, 30])
+
+
+async def test_a_worker_that_cannot_be_started_is_tried_again(
+    autojump_clock: trio.testing.MockClock,
+) -> None:
+    """It ended the indexer."""
+    starts = []
+
+    @asynccontextmanager
+    async def start_worker() -> AsyncIterator[trio.abc.Stream]:
+        starts.append(trio.current_time())
+        if len(starts) < 4:
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+        stream, _ = trio.testing.memory_stream_pair()
+        yield stream
+
+    holder = WorkerProcess(SliceId(), config=b"", pool_bytes=1, start_worker=start_worker)
+    with trio.move_on_after(10):
+        await holder.run(NoListener())
+    assert starts == pytest.approx([0, 0.5, 1.5, 3.5])
 
 
 async def test_a_worker_ends_where_the_indexer_ends_before_it_has_spoken() -> None:

@@ -114,8 +114,7 @@ class WorkerProcess(LinkedSlice):
         """
         while True:
             began_at = trio.current_time()
-            async with self._start_worker() as stream:
-                await self._talk(MessageStream(stream, FromWorker), observer, self._start, START_S)
+            await self._run_worker(observer)
             # A worker that was killed may have left files that the next one removes.
             self.close()
             if self._is_stopping:
@@ -130,6 +129,18 @@ class WorkerProcess(LinkedSlice):
                 pause_s=pause_s,
             )
             await trio.sleep(pause_s)
+
+    async def _run_worker(self, observer: SliceObserver) -> None:
+        """Runs one worker until it ends."""
+        try:
+            async with self._start_worker() as stream:
+                await self._talk(MessageStream(stream, FromWorker), observer, self._start, START_S)
+        except OSError as error:
+            # Just now there may be no memory for a process, or too many of them, or no open file
+            # left. The other slices need not end for that.
+            log.warning(
+                "a worker could not be started", slice=str(self.slice_id), reason=str(error)
+            )
 
     async def stop(self) -> None:
         """Tells the worker to apply what it has read, and to end."""
