@@ -217,6 +217,27 @@ async def test_what_is_not_an_indexers_stays_in_its_directory(tmp_path: Path) ->
     assert set(os.listdir(tmp_path)) == names - {"slice-1-of-2"}
 
 
+async def test_a_removal_that_is_interrupted_goes_on_at_the_next_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """If the lock was removed first, the rest took the disk's space for good."""
+    folder = tmp_path / "slice-0-of-2"
+    (folder / "indexes").mkdir(parents=True)
+    for name in ("lock", "ring", "indexes/data.mdb"):
+        (folder / name).touch()
+
+    def interrupt(path: Path) -> None:
+        (path / "lock").unlink(missing_ok=True)
+        raise OSError("the process was killed")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("shutil.rmtree", interrupt)
+        with pytest.raises(OSError, match="was killed"):
+            await remove_other_slices(tmp_path, [])
+    await remove_other_slices(tmp_path, [])
+    assert not folder.exists()
+
+
 async def test_workers_say_what_a_slice_in_this_process_would(
     server: Server, indexer_of_workers: Indexer
 ) -> None:

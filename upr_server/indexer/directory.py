@@ -23,6 +23,8 @@ log = structlog.get_logger(__name__)
 
 _SLICE_FOLDER: Final = re.compile(r"slice-\d+-of-\d+")
 
+_LOCK: Final = "lock"
+
 
 LOCK_TIMEOUT_S: Final = 5.0
 """How long to wait for a folder: the worker of an indexer that was killed ends a moment after
@@ -45,7 +47,7 @@ def locked_folder(folder: Path) -> Iterator[None]:
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        with (folder / "lock").open("wb") as file:
+        with (folder / _LOCK).open("wb") as file:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             yield
     except BlockingIOError as error:
@@ -103,7 +105,7 @@ def _others(data_dir: Path, own_folders: Collection[str]) -> list[Path]:
         for path in sorted(data_dir.iterdir())
         if path.name not in own_folders
         and _SLICE_FOLDER.fullmatch(path.name)
-        and (path / "lock").is_file()
+        and (path / _LOCK).is_file()
     ]
     if (data_dir / "catalog" / "data.mdb").is_file():
         # An earlier version. The catalog is last: if this is interrupted, the next start goes on.
@@ -115,13 +117,21 @@ def _others(data_dir: Path, own_folders: Collection[str]) -> list[Path]:
 def _entered(path: Path) -> ExitStack:
     """The lock of a slice's folder; of something else, nothing."""
     with ExitStack() as stack:
-        if (path / "lock").is_file():
+        if (path / _LOCK).is_file():
             stack.enter_context(locked_folder(path))
         return stack.pop_all()
 
 
 def _remove(path: Path) -> None:
-    if path.is_dir():
-        shutil.rmtree(path)
-    else:
+    if not path.is_dir():
         path.unlink()
+        return
+    for entry in path.iterdir():
+        # The lock last: by it the rest is known to be an indexer's, if this is interrupted.
+        if entry.name == _LOCK:
+            continue
+        if entry.is_dir():
+            shutil.rmtree(entry)
+        else:
+            entry.unlink()
+    shutil.rmtree(path)
