@@ -9,6 +9,7 @@ from contextlib import asynccontextmanager
 from itertools import pairwise
 from pathlib import Path
 from threading import Event, Semaphore
+from typing import Any, cast
 
 import msgspec
 import pytest
@@ -43,9 +44,11 @@ from upr_server.indexer.directory import remove_other_slices
 from upr_server.indexer.freshness import WriteLostError
 from upr_server.indexer.indexer import STATISTICS_S, Indexer
 from upr_server.indexer.moments import MomentGoneError
-from upr_server.indexer.pool import OverloadedError
+from upr_server.indexer.pool import MemoryPool, OverloadedError
 from upr_server.indexer.pure.definition import DefinitionError, IndexDefinition
 from upr_server.indexer.query import Query, RequiredWrite
+from upr_server.indexer.scanner import LATE_S, Scanner
+from upr_server.indexer.server_progress import ServerProgress
 from upr_server.indexer.slice_scanner import BuildingError
 from upr_server.indexer.slices import (
     CatalogReport,
@@ -588,3 +591,42 @@ async def test_an_index_that_gets_another_definition_during_a_scan_is_being_buil
     monkeypatch.setattr(first, "scan", scan_first)
     with pytest.raises(BuildingError):
         await ask(indexer, "d/city", NOW)
+
+
+class SlowCounter:
+    """A slice elsewhere that counts for a minute."""
+
+    heard_at = 0.0
+
+    def __init__(self, index: int) -> None:
+        self.slice_id = SliceId(index, 2)
+
+    async def scan(self, scan: SliceScan) -> SliceAnswer:
+        await trio.sleep(60)
+        return SliceAnswer(
+            count=3 if scan.query.count else None,
+            searches=1,
+            entries_read=3,
+            index_entries=3,
+            freshness="as_it_was",
+            waits=[],
+            read_seconds=60,
+        )
+
+
+async def test_a_count_may_take_longer_than_the_index_to_be_fresh(
+    autojump_clock: trio.testing.MockClock,
+) -> None:
+    """With several workers a count of more entries than fit in 12 s was refused, each time again,
+    as if a slice were missing."""
+    address, holders = Address.parse("upr://h/b"), [SlowCounter(0), SlowCounter(1)]
+    designs = Designs(address, "indexer", cast("Any", holders))
+    designs._definitions = {name_of("d/city"): CITY}
+    pool = MemoryPool(POOL_BYTES)
+    scanner = Scanner(designs, cast("Any", holders), pool, ServerProgress(address))
+    async with scanner.scan(name_of("d/city"), Query(count=True)) as answer:
+        assert answer.rest.count == 6
+    with pytest.raises(SliceMissingError, match="does not answer"):
+        async with scanner.scan(name_of("d/city"), Query()):
+            pass
+    assert trio.current_time() == pytest.approx(60 + 10 + LATE_S)

@@ -248,8 +248,10 @@ class Scanner:
 
         async def ask(holder: SliceHolder, moment: str) -> SliceAnswer:
             own_query = msgspec.structs.replace(query, moment=moment)
-            # One in this process always answers, however many entries it counts.
-            limit_s = inf if holder.heard_at == inf else query.timeout_s + LATE_S
+            # One in this process always answers. A count may take minutes, and a link to a slice
+            # that hangs is given up.
+            is_patient = holder.heard_at == inf or query.is_summary
+            limit_s = inf if is_patient else query.timeout_s + LATE_S
             with trio.move_on_after(limit_s):
                 answer = await holder.scan(SliceScan(name, definition, own_query, bytes_max))
                 if answer.moment and not moment:
