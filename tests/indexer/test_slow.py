@@ -19,6 +19,7 @@ from tests.indexer.kit import (
     ask,
     by_brute_force,
     define,
+    name_of,
     scan,
     until_ready,
 )
@@ -45,7 +46,7 @@ from upr_server.indexer.pool import SCAN_BYTES, STREAM_SHARE, MemoryPool, Overlo
 from upr_server.indexer.pure.definition import IndexDefinition
 from upr_server.indexer.pure.extractor import Extractor
 from upr_server.indexer.query import Query
-from upr_server.indexer.slice_scanner import NotFreshError
+from upr_server.indexer.slice_scanner import READS_AT_ONCE, NotFreshError
 
 T = TypeVar("T")
 
@@ -731,3 +732,38 @@ async def test_a_count_that_nobody_waits_for_ends(
             nursery.cancel_scope.cancel()
             may_go_on.set()
     assert counted == COUNT_STEP
+
+
+async def test_counts_leave_threads_for_what_keeps_a_slice_going(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Forty of them took all threads of the process: until one ended, no status was told, and no
+    design document was read."""
+    begun, may_go_on = threading.Semaphore(0), threading.Event()
+
+    def select(_reader: EntryReader, _selection: EntrySelection) -> Iterator[bytes]:
+        begun.release()
+        may_go_on.wait()
+        return iter(())
+
+    async with (
+        a_server() as server,
+        connect(server.url("b")) as client,
+        an_indexer(server.url("b"), tmp_path) as indexer,
+    ):
+        await define(client, "d", {"n": BY_N})
+        await until_ready(indexer, "d/n")
+        monkeypatch.setattr(EntryReader, "select", select)
+        async with trio.open_nursery() as nursery:
+            for _ in range(40):
+                nursery.start_soon(ask, indexer, "d/n", Query(count=True, prefix=[1]))
+            own_thread = trio.CapacityLimiter(1)
+            for _ in range(READS_AT_ONCE):
+                await trio.to_thread.run_sync(begun.acquire, limiter=own_thread)
+            await trio.testing.wait_all_tasks_blocked()
+            try:
+                with trio.fail_after(20):
+                    status = await indexer.scanner.status(name_of("d/n"))
+            finally:
+                may_go_on.set()
+    assert status.state == "ready"

@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from math import inf
-from typing import Any
+from typing import Any, Final
 
 import msgspec
 import trio
@@ -39,6 +39,10 @@ from upr_server.indexer.slices import (
     SliceStatus,
 )
 from upr_server.indexer.stream import IndexerStream
+
+READS_AT_ONCE: Final = 32
+"""How many scans that read much are in threads at once. A count may take minutes. A process has 40
+threads, and some must be left for what keeps the slice going."""
 
 
 class BuildingError(UprError):
@@ -96,6 +100,7 @@ class SliceScanner:
         self._stream = stream
         self._barriers = barriers
         self._moments = moments
+        self._read_turns = trio.CapacityLimiter(READS_AT_ONCE)
 
     async def status(
         self, name: IndexName, definition: IndexDefinition, newest_seqs: Mapping[PartitionId, SeqNo]
@@ -202,7 +207,8 @@ class SliceScanner:
             async with moment.reading() as view:
                 with _without_deadline(scope):
                     return await trio.to_thread.run_sync(
-                        partial(read_answer, view, scan, selection, log, check_cancelled)
+                        partial(read_answer, view, scan, selection, log, check_cancelled),
+                        limiter=self._read_turns,
                     )
         raise NotFreshError(
             f"others have read the moment {moment.token} for {timeout_s:g} s; ask again"
@@ -269,7 +275,7 @@ class SliceScanner:
                     await trio.lowlevel.checkpoint()
                     return read()
                 with _without_deadline(waits_scope):
-                    return await trio.to_thread.run_sync(read)
+                    return await trio.to_thread.run_sync(read, limiter=self._read_turns)
             with log.recorded_wait("whole_snapshots"):
                 await self._wait(index, partial(self._has_applied_after, rounds, index))
         raise NoIndexError(f"the index {index.name} was dropped during the scan")
