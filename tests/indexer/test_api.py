@@ -29,7 +29,7 @@ from upr_protocol.client import (
 )
 from upr_protocol.errors import BrokenError
 from upr_protocol.ids import Cas, HistoryId, PartitionId, SeqNo
-from upr_server.indexer import http_server, scanner, server_progress
+from upr_server.indexer import api, http_server, scanner, server_progress
 from upr_server.indexer.api import application
 from upr_server.indexer.app import serving
 from upr_server.indexer.http_access import HttpAccess
@@ -216,6 +216,14 @@ async def test_wrong_requests_are_refused_with_their_place(site: Site) -> None:
     assert (await refusal(asking.scan, "d/city", limit=0)).code == "bad_query"
     assert (await refusal(asking.scan, "d/city", continuation="x")).place == "continuation"
     assert (await refusal(asking.create, "e", b"x" * (1 << 20) + b"x")).code == "too_long"
+    assert (await refusal(asking.create, "e", b"x" * (8 << 20))).code == "too_long"
+    prefixes = [IndexRange(prefix=["x" * 300])] * 1000
+    assert not keys(await site.ask(asking.scan, "d/city", ranges=prefixes[:750]))
+    error = await refusal(asking.scan, "d/city", ranges=prefixes)
+    assert (error.code, str(error)) == (
+        "too_long",
+        "the body of this request has at most 262,144 bytes",
+    )
     lost_write = WriteResult(PartitionId(0), HistoryId(1), SeqNo(1), Cas(0))
     error = await refusal(
         asking.scan, "d/city", consistency="at_least", written=[lost_write], timeout_s=20
@@ -306,6 +314,40 @@ async def test_a_client_that_goes_leaves_no_moment(site: Site) -> None:
     assert [len(part.moments) for part in site.indexer.slices] == [0]
     assert site.indexer.pool.scan_bytes == 0
     assert (reader.status, reader.pieces) == (200, 0)
+
+
+async def test_a_request_whose_body_does_not_come_is_answered(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(api, "BODY_S", 0.05)
+    parts = urlsplit(site.asking.url)
+    async with await trio.open_tcp_stream(parts.hostname or "", parts.port or 0) as stream:
+        await stream.send_all(
+            b"POST /v1/indexes/d/city/scan HTTP/1.1\r\nHost: x\r\nContent-Length: 2\r\n\r\n{"
+        )
+        with trio.fail_after(20):
+            answer = b"".join([part async for part in stream])
+    assert answer.startswith(b"HTTP/1.1 408 ")
+    assert b'"code":"too_slow"' in answer
+
+
+@pytest.mark.parametrize(
+    ("method", "path"), [("POST", "/v1/indexes/d/city/scan"), ("PUT", "/v1/designs/e")]
+)
+async def test_a_client_that_goes_within_its_request_is_no_fault_of_ours(
+    site: Site, method: str, path: str
+) -> None:
+    """Each of them wrote a traceback to the log."""
+
+    async def receive() -> Any:
+        await trio.lowlevel.checkpoint()
+        return {"type": "http.disconnect"}
+
+    async def send(_message: Any) -> None:
+        await trio.lowlevel.checkpoint()
+
+    scope = {"type": "http", "method": method, "path": path, "headers": []}
+    await application(site.indexer, HttpAccess(site.indexer.address))(scope, receive, send)
 
 
 async def test_an_answer_counts_until_it_is_sent_and_is_made_in_pieces(site: Site) -> None:

@@ -338,7 +338,7 @@ class IndexClient:
         if "ranges" in options:
             query["ranges"] = [_range(bounds) for bounds in options["ranges"]]
         if "written" in options:
-            # An index that has a change has those before it. A request has room for 14,000.
+            # An index that has a change has those before it. A query has room for 3,000.
             newest: dict[tuple[int, int], int] = {}
             for result in options["written"]:
                 history = result.partition, result.history_id

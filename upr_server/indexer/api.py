@@ -11,14 +11,14 @@ import msgspec
 import structlog
 import trio
 from starlette.applications import Starlette
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route, WebSocketRoute
 from starlette.types import Receive, Scope, Send
 from starlette.websockets import WebSocket
 
 from upr_protocol.concurrency import background_nursery
-from upr_protocol.errors import ServerError, Status, UprError
+from upr_protocol.errors import BrokenError, ServerError, Status, UprError
 from upr_protocol.users import Right
 from upr_server.indexer.bucket_histories import OtherBucketError
 from upr_server.indexer.definitions import NoIndexError
@@ -50,8 +50,19 @@ from upr_server.runtime import network_of
 
 log = structlog.get_logger(__name__)
 
-BODY_BYTES_MAX: Final = 1024 * 1024
-"""The largest body of a request: design documents and queries are small."""
+DESIGN_BODY_BYTES_MAX: Final = 1024 * 1024
+"""The longest body of a request that writes a design document."""
+
+QUERY_BODY_BYTES_MAX: Final = 256 * 1024
+"""The longest query: room for the newest change of each partition three times, or for a thousand
+ranges. Where queries of 1 MiB were allowed, to read one of them held the event loop for 33 ms."""
+
+READ_BYTES_MAX: Final = 16 * 1024 * 1024
+"""A body that is too long is read up to here, and thrown away: a client that is cut off while it
+sends does not read why."""
+
+BODY_S: Final = 30.0
+"""How long a request's body may take to come."""
 
 LINES: Final = "application/x-ndjson"
 """What a client accepts that wants the entries as lines, each of which is JSON."""
@@ -80,6 +91,10 @@ class _TooLongError(UprError):
     """The body of a request is too long."""
 
 
+class _TooSlowError(UprError):
+    """The body of a request has not come in time."""
+
+
 def _json(value: object, status: int = 200, headers: dict[str, str] | None = None) -> Response:
     return Response(msgspec.json.encode(value), status, headers, media_type="application/json")
 
@@ -87,6 +102,8 @@ def _json(value: object, status: int = 200, headers: dict[str, str] | None = Non
 def _failure(error: UprError) -> Response:
     if isinstance(error, _TooLongError):
         return _json(Failures(Failure("too_long", str(error))), 413)
+    if isinstance(error, _TooSlowError):
+        return _json(Failures(Failure("too_slow", str(error))), 408)
     if isinstance(error, NotMySliceError):
         failure = Failure("not_my_slice", str(error))
         return _json({"error": failure, "map": error.node_map}, 421)
@@ -143,13 +160,34 @@ def _with_access_check(
     return _with_error_responses(handle_if_allowed)
 
 
-async def _body(request: Request) -> bytes:
-    body = bytearray()
+async def _body(request: Request, nbytes_max: int) -> bytes:
+    """The body of a request.
+
+    Raises:
+        _TooLongError: It has more bytes.
+        _TooSlowError: It has not come within `BODY_S`.
+        BrokenError: The client has gone.
+    """
+    try:
+        with trio.move_on_after(BODY_S):
+            return await _read_body(request, nbytes_max)
+    except ClientDisconnect as error:
+        # Nobody reads the answer. As a fault of ours it would be logged, with a traceback.
+        raise BrokenError("the client has gone before its request was whole") from error
+    raise _TooSlowError(f"the request's body has not come within {BODY_S:g} s; send it again")
+
+
+async def _read_body(request: Request, nbytes_max: int) -> bytes:
+    body, nbytes = bytearray(), 0
     async with aclosing(request.stream()) as stream:
         async for part in stream:
-            body += part
-            if len(body) > BODY_BYTES_MAX:
-                raise _TooLongError(f"a request's body is at most {BODY_BYTES_MAX} bytes")
+            nbytes += len(part)
+            if nbytes <= nbytes_max:
+                body += part
+            elif nbytes > READ_BYTES_MAX:
+                break
+    if nbytes > nbytes_max:
+        raise _TooLongError(f"the body of this request has at most {nbytes_max:,} bytes")
     return bytes(body)
 
 
@@ -177,7 +215,8 @@ class _Handlers:
         return _json({"designs": indexes, "mistakes": mistakes, "starting": starting})
 
     async def create(self, request: Request) -> Response:
-        name, text = request.path_params["design"], await _body(request)
+        name = request.path_params["design"]
+        text = await _body(request, DESIGN_BODY_BYTES_MAX)
         design = await self._designs.create(name, text, request.state.bucket)
         return _json(design)
 
@@ -216,7 +255,7 @@ class _Scan:
             await response(scope, receive, send)
 
     async def _scan(self, request: Request, receive: Receive, send: Send) -> None:
-        body = await _body(request)
+        body = await _body(request, QUERY_BODY_BYTES_MAX)
         try:
             query = msgspec.json.decode(body or b"{}", type=Query)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:

@@ -32,7 +32,7 @@ from upr_server.indexer.worker_messages import (
 log = structlog.get_logger(__name__)
 
 QUESTION_BYTES_MAX: Final = 4 * 1024 * 1024
-"""The longest question of a node. A query and a definition have 1 MiB at most over HTTP."""
+"""The longest question of a node. Over HTTP a query has 256 KiB at most, and a definition 1 MiB."""
 
 OUTBOX_BYTES_MAX: Final = 1024 * 1024
 """While so much has yet to be sent to a node, nothing is taken from it."""

@@ -80,7 +80,7 @@ def openapi() -> dict[str, Any]:
                 "Write a design document",
                 schema_of[Design],
                 body=anything,
-                statuses=(400, 401, 403, 413, 429, 502),
+                statuses=(400, 401, 403, 408, 413, 429, 502),
             ),
             "delete": operation("Drop a design document", statuses=(401, 403, 404, 429, 502)),
         },
@@ -103,7 +103,7 @@ def openapi() -> dict[str, Any]:
                 "Scan an index",
                 schema_of[Answer],
                 body=schema_of[Query],
-                statuses=(400, 401, 403, 404, 409, 410, 413, 429, 502, 503, 504),
+                statuses=(400, 401, 403, 404, 408, 409, 410, 413, 429, 502, 503, 504),
             ),
         },
         "/v1/moments/{moment}": {

@@ -187,7 +187,7 @@ class Query(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
                 )
             total += values
             if total > KEY_VALUES_MAX:
-                # Those that follow are not counted: a body has room for half a million.
+                # Those that follow are not counted: a body has room for a hundred thousand.
                 raise QueryError(
                     "ranges",
                     f"the bounds have more than {KEY_VALUES_MAX} values together; ask for fewer "
