@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, suppress
 from functools import partial
 from pathlib import Path
@@ -24,14 +24,16 @@ from tests.indexer.kit import (
 )
 from tests.indexer.test_oracle import World
 from tests.kit.process import TimeoutReachedError, eventually
-from upr_protocol.client import Client, connect, follow_events
+from upr_protocol.client import Address, Client, Item, connect, follow_events
 from upr_protocol.ids import Durability
 from upr_server.app import Server
 from upr_server.events import EventBus
 from upr_server.indexer import announcements
-from upr_server.indexer.announcements import consumer_name
+from upr_server.indexer import overlay as overlay_module
+from upr_server.indexer.announcements import Announcements, consumer_name
 from upr_server.indexer.definitions import NoIndexError
 from upr_server.indexer.indexer import Indexer
+from upr_server.indexer.overlay import DesignOverlay
 from upr_server.indexer.pure.definition import IndexDefinition
 from upr_server.indexer.query import RequiredWrite
 from upr_server.net.handlers.events import CONSUMER_NAME
@@ -236,6 +238,39 @@ async def test_an_announced_definition_that_cannot_be_read_comes_by_the_stream(
                 lambda: any("announced documents unreadable" in line["event"] for line in logs),
                 "it is said",
             )
+
+
+async def test_announced_documents_are_read_one_by_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A thousand may be announced at once, each of 20 MiB: they were read in one call."""
+    counts: list[int] = []
+    get_many = Client.get_many
+
+    async def note_count(client: Client, keys: Sequence[bytes]) -> list[Item | None]:
+        counts.append(len(keys))
+        return await get_many(client, keys)
+
+    async def wait() -> None:
+        await trio.sleep_forever()
+
+    async with a_server() as server, connect(server.url("b")) as client:
+        await define(client, "a", {"n": NUMBER})
+        await define(client, "b", {"n": NUMBER})
+        monkeypatch.setattr(Client, "get_many", note_count)
+        overlay = DesignOverlay(wait, lambda: None)
+        announced = Announcements(Address.parse(server.url("b")), "c", dict, overlay)
+        keys = [b"_design/a", b"_design/b", b"_design/c"]
+        await announced._read(keys)
+        assert list(overlay.texts) == ["a", "b"]
+        assert counts == [1, 1, 1]
+        # If there is no room for them, the stream brings them.
+        monkeypatch.setattr(overlay_module, "CATALOG_BYTES_MAX", 0)
+        overlay = DesignOverlay(wait, lambda: None)
+        with structlog.testing.capture_logs() as logs:
+            await Announcements(Address.parse(server.url("b")), "c", dict, overlay)._read(keys)
+        assert not overlay.texts
+        assert [line["event"] for line in logs if "too long" in line["event"]]
 
 
 def test_the_consumer_name_identifies_the_data_directory(

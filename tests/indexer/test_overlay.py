@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 
+import pytest
 import trio
 import trio.testing
 
+from upr_server.indexer import overlay as overlay_module
 from upr_server.indexer.overlay import DesignOverlay
 
 
@@ -82,3 +84,26 @@ async def test_the_overlay_does_not_grow_while_no_barrier_returns() -> None:
             await trio.testing.wait_all_tasks_blocked()
         assert overlay.texts == {"a": b"99"}
         assert passage.asked == 1
+
+
+async def test_the_overlay_takes_no_more_than_a_catalog_does(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What a thousand long design documents took of the memory had no bound, nor the time to parse
+    them."""
+    monkeypatch.setattr(overlay_module, "CATALOG_BYTES_MAX", 1000)
+    passage = Passage()
+    async with running(passage) as overlay:
+        assert overlay.put("a", b"x" * 600)
+        assert not overlay.put("b", b"x" * 400)
+        assert not overlay.put("a", b"x" * 1000)
+        assert overlay.texts == {"a": b"x" * 600}
+        assert overlay.put("a", b"x" * 200)
+        assert overlay.put("b", b"x" * 400)
+        assert overlay.put("c", None)
+        overlay.check_invariants()
+        await trio.testing.wait_all_tasks_blocked()
+        await passage.let_pass()
+        overlay.check_invariants()
+        assert overlay.put("d", b"x" * 900)
+        overlay.check_invariants()

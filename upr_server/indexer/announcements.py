@@ -12,7 +12,7 @@ from typing import Final
 import structlog
 
 from upr_protocol.bucket_event import ANY_DESIGN, BucketEvent, EventKind
-from upr_protocol.client import Address, connect, follow_events
+from upr_protocol.client import Address, Item, connect, follow_events
 from upr_protocol.errors import UprError
 from upr_server.indexer.overlay import DesignOverlay
 from upr_server.indexer.pure.definition import design_name, readable_text
@@ -85,18 +85,23 @@ class Announcements:
             async with connect(
                 self._address, identity="upr-indexer", retry_timeout_s=READ_TIMEOUT_S
             ) as client:
-                items = await client.get_many(list(keys))
+                # One by one: there may be a thousand, each of 20 MiB.
+                for key in keys:
+                    if not self._take_in(key, await client.get(key)):
+                        log.info("announced documents are too long; waiting for the stream")
+                        return
         except UprError as error:
             log.info("announced documents unreadable; waiting for the stream", error=str(error))
-            return
-        announced = self._overlay.texts
-        streamed = self._streamed()
-        for key, item in zip(keys, items, strict=True):
-            design = design_name(key)
-            text = None if item is None else readable_text(bytes(item.value))
-            # Mostly the stream was faster, and nothing is to be overlaid.
-            if design in announced or streamed.get(design) != text:
-                self._overlay.put(design, text)
+
+    def _take_in(self, key: bytes, item: Item | None) -> bool:
+        """Overlays a document that was just read, if that is of use. Returns whether there was room
+        for it."""
+        design = design_name(key)
+        text = None if item is None else readable_text(bytes(item.value))
+        # Mostly the stream was faster, and nothing is to be overlaid.
+        if design in self._overlay.texts or self._streamed().get(design) != text:
+            return self._overlay.put(design, text)
+        return True
 
 
 def consumer_name(data_dir: Path) -> str:
