@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import attrs
 import lmdb
@@ -14,6 +15,7 @@ from hypothesis import strategies as st
 from upr_protocol.chunk import Chunk, Mutation
 from upr_protocol.failover import FailoverLog, PartialSnapshot, Position
 from upr_protocol.ids import HistoryId, Operation, PartitionId, SeqNo
+from upr_server.indexer import document_rows
 from upr_server.indexer.document_rows import DocumentRows, RoundChanges
 from upr_server.indexer.entry_reader import EntrySelection, KeyRange
 from upr_server.indexer.index_batch import DocumentChange, IndexBatch
@@ -25,6 +27,7 @@ from upr_server.indexer.index_file import (
     entries_bytes,
 )
 from upr_server.indexer.mark import Mark
+from upr_server.indexer.pure.extractor import decode_values
 
 EVERYTHING = EntrySelection()
 LOG = FailoverLog.of_pairs([(7, 0)])
@@ -393,3 +396,32 @@ def test_an_index_that_is_ahead_inside_a_snapshot_goes_back_to_the_stream(file: 
     apply(file, batch(0, whole(10), [(9, b"b", b"x")]))
     assert entries(file) == [b"\x09newk", b"\x09xa", b"\x09xb"]
     file.check_invariants()
+
+
+def test_documents_are_decoded_again_only_of_partitions_that_an_index_has_in_part(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Partitions join an index that is being built one after the other, each with batches that it
+    has already: all documents of the round were decoded again for them."""
+    decoded: list[bytes] = []
+
+    def note_decoded(values: Sequence[bytes]) -> list[Any]:
+        decoded.extend(values)
+        return decode_values(values)
+
+    running, new = IndexFile(tmp_path / "running", "b"), IndexFile(tmp_path / "new", "b")
+    apply(new, batch(1, whole(1), [(1, b"1a", b"x")]))
+    changes = RoundChanges(
+        [
+            batch(0, whole(1), [(1, b"0a", b"y")]),
+            batch(1, whole(2), [(1, b"1a", b"x"), (2, b"1b", b"z")]),
+        ]
+    )
+    monkeypatch.setattr(document_rows, "decode_values", note_decoded)
+    for file in (running, new):
+        file.apply_changes(changes, Words())
+        file.check_invariants()
+    assert entries(new) == entries(running)
+    assert decoded == [b"y", b"x", b"z", b"z"]
+    for file in (running, new):
+        file.close()

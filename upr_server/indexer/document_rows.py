@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import cached_property
 from itertools import compress
 from struct import Struct
@@ -55,12 +55,30 @@ class DocumentRows:
 
     def with_prefix(self, prefix: bytes) -> DocumentRows:
         """The rows whose keys begin with `prefix`. O(rows)."""
-        places = [place for place, key in enumerate(self.keys) if key.startswith(prefix)]
-        return DocumentRows(
+        return self._at([place for place, key in enumerate(self.keys) if key.startswith(prefix)])
+
+    def of_partitions(self, partitions: Collection[PartitionId]) -> DocumentRows:
+        """The rows of some partitions. O(rows)."""
+        prefixes = set(map(back_prefix, partitions))
+        return self._at(
+            [
+                place
+                for place, back_key in enumerate(self.back_keys)
+                if back_key[: _PARTITION.size] in prefixes
+            ]
+        )
+
+    def _at(self, places: Sequence[int]) -> DocumentRows:
+        rows = DocumentRows(
             [self.back_keys[place] for place in places],
             [self.keys[place] for place in places],
             [self.values[place] for place in places],
         )
+        # To decode them takes most of an index's time: that is done once.
+        if "documents" in vars(self):
+            documents = self.documents
+            rows.documents = [documents[place] for place in places]
+        return rows
 
 
 class NewestChanges:
@@ -134,17 +152,21 @@ class RoundChanges:
 
     Args:
         batches: The batches, each partition's in order.
+        whole: If these are the batches of some partitions only, the changes of all of them.
 
     Attributes:
         batches: The batches, with those of one partition and one history joined into one.
     """
 
-    def __init__(self, batches: Sequence[IndexBatch]) -> None:
+    def __init__(self, batches: Sequence[IndexBatch], whole: RoundChanges | None = None) -> None:
         self.batches = _merged(batches)
+        self._whole = whole
 
     @cached_property
     def rows(self) -> DocumentRows:
         """The newest change of each document."""
+        if self._whole is not None:
+            return self._whole.rows.of_partitions({batch.partition for batch in self.batches})
         newest = NewestChanges()
         for batch in self.batches:
             newest.add(batch)
@@ -161,4 +183,6 @@ class RoundChanges:
     def of(self, covers: Callable[[PartitionId], bool]) -> RoundChanges:
         """The changes of some partitions; the same object if these are all. O(batches)."""
         batches = [batch for batch in self.batches if covers(batch.partition)]
-        return self if len(batches) == len(self.batches) else RoundChanges(batches)
+        if len(batches) == len(self.batches):
+            return self
+        return RoundChanges(batches, self if self._whole is None else self._whole)

@@ -276,10 +276,7 @@ class IndexFile:
         marks, first_seqs = self._marks_after(changes.batches)
         with self._write() as transaction:
             trees = _Trees(transaction, self._main, self._back, source)
-            if _are_all_new(changes, first_seqs):
-                changed = trees.write(changes.rows)
-            else:
-                changed = _write_in_part(trees, changes.batches, first_seqs)
+            changed = _write_changes(trees, changes, first_seqs)
             self._put_marks(transaction, marks)
             failure = source.failure
             if failure and not self.failure:
@@ -590,19 +587,40 @@ def _unsettled_count(transaction: lmdb.Transaction[bytes], meta: _Tree) -> int:
     return 0 if data is None else int(_COUNT.unpack(data)[0])
 
 
-def _are_all_new(changes: RoundChanges, first_seqs: Sequence[int]) -> bool:
-    """Whether an index takes all of a round's changes, whatever their order."""
-    return not any(batch.clears_partition for batch in changes.batches) and all(
-        lowest is None or lowest >= first_seq
-        for lowest, first_seq in zip(changes.first_seqs, first_seqs, strict=True)
-    )
+def _write_changes(trees: _Trees, changes: RoundChanges, first_seqs: Sequence[int]) -> int:
+    """Writes what an index lacks of a round's changes. Returns how many documents' entries differ.
+
+    Args:
+        trees: Where they are written.
+        changes: The changes.
+        first_seqs: By batch, from which number on its changes are new.
+    """
+    partitions_in_part = {
+        batch.partition
+        for batch, lowest, first_seq in zip(
+            changes.batches, changes.first_seqs, first_seqs, strict=True
+        )
+        if batch.clears_partition or (lowest is not None and lowest < first_seq)
+    }
+    # Of most partitions an index takes everything, whatever the order. Their rows are made, and
+    # their documents decoded, once for all indexes. While an index is being built, partition after
+    # partition joins the running indexes' stream, mostly with batches of which it has a part.
+    changes_in_whole = changes.of(lambda partition: partition not in partitions_in_part)
+    changed = trees.write(changes_in_whole.rows) if changes_in_whole.batches else 0
+    batches_in_part = [
+        (batch, first_seq)
+        for batch, first_seq in zip(changes.batches, first_seqs, strict=True)
+        if batch.partition in partitions_in_part
+    ]
+    return changed + _write_in_part(trees, batches_in_part)
 
 
-def _write_in_part(trees: _Trees, batches: Sequence[IndexBatch], first_seqs: Sequence[int]) -> int:
-    """Writes what an index lacks of `batches`. Returns how many documents' entries differ."""
+def _write_in_part(trees: _Trees, batches: Sequence[tuple[IndexBatch, int]]) -> int:
+    """Writes what an index lacks of batches, each with the number from which on its changes are
+    new. Returns how many documents' entries differ."""
     newest = NewestChanges()
     changed = 0
-    for batch, first_seq in zip(batches, first_seqs, strict=True):
+    for batch, first_seq in batches:
         if batch.clears_partition:
             changed += trees.write(newest.take())
             changed += trees.remove_partition(back_prefix(batch.partition))
