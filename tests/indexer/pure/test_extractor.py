@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import sys
+from types import FrameType
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from upr_server.indexer.pure import extractor
 from upr_server.indexer.pure.definition import IndexDefinition
-from upr_server.indexer.pure.extractor import NOT_JSON, Extractor
+from upr_server.indexer.pure.extractor import NOT_JSON, Extractor, decode_values
 from upr_server.indexer.pure.interpreter import WORK_MAX
 from upr_server.indexer.pure.keys import (
     PLAIN_CHARACTERS,
@@ -106,3 +109,21 @@ def _is_plain(part: Any) -> bool:
         return len(part) <= PLAIN_CHARACTERS and part.isascii()
     is_integer = isinstance(part, int) and not isinstance(part, bool)
     return part is None or (is_integer and -(2**63) <= part < 2**64)
+
+
+def test_other_threads_have_their_turns_between_documents() -> None:
+    """A thread gives the interpreter away only between steps of Python. The documents of a round in
+    one call kept it for 10 ms and more, and the event loop waited."""
+    decoded_by_steps = 0
+
+    def note(_frame: FrameType, event: str, function: object) -> None:
+        nonlocal decoded_by_steps
+        decoded_by_steps += event == "c_call" and function == extractor._decode
+
+    sys.setprofile(note)
+    try:
+        decoded = decode_values([b"1", b"{}", b"[2]"])
+    finally:
+        sys.setprofile(None)
+    assert decoded == [1, {}, [2]]
+    assert decoded_by_steps == len(decoded)
