@@ -69,16 +69,33 @@ class ChunkBuilder:
         flags: int = 0,
         expiry: int = 0,
     ) -> None:
-        """Adds one mutation at the end."""
-        self.seqs.append(seq)
-        self.cas.append(cas)
-        self.expiries.append(expiry)
-        self.flags.append(flags)
-        self.operations.append(op)
-        self.key_bytes += key
-        self.value_bytes += value
-        self.key_offsets.append(len(self.key_bytes))
-        self.value_offsets.append(len(self.value_bytes))
+        """Adds one mutation at the end. If it raises, because a number or a value does not fit its
+        column, nothing was added."""
+        try:
+            self.seqs.append(seq)
+            self.cas.append(cas)
+            self.expiries.append(expiry)
+            self.flags.append(flags)
+            self.operations.append(op)
+            self.key_bytes += key
+            self.value_bytes += value
+            self.key_offsets.append(len(self.key_bytes))
+            self.value_offsets.append(len(self.value_bytes))
+        except BaseException:
+            # That column is the last to grow.
+            self._cut(len(self.value_offsets) - 1)
+            raise
+
+    def _cut(self, count: int) -> None:
+        """Drops what any column has beyond the first `count` mutations."""
+        for column in (self.seqs, self.cas, self.expiries, self.flags, self.operations):
+            del column[count:]
+        for data, offsets in (
+            (self.key_bytes, self.key_offsets),
+            (self.value_bytes, self.value_offsets),
+        ):
+            del data[offsets[count] :]
+            del offsets[count + 1 :]
 
     def extend(self, chunk: Chunk, keep: Sequence[int] | None = None) -> None:
         """Adds the mutations of `chunk`; with `keep`, those at whose index it is true."""

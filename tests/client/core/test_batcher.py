@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -79,3 +80,24 @@ def test_what_no_server_takes_is_not_added(key: bytes, value: bytes, status: Sta
         batcher.add(0.0, Operation.SET, key, value)
     assert caught.value.status is status
     assert len(batcher) == 0
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"cas": -1}, {"cas": 1 << 64}, {"flags": 1 << 32}, {"expiry": 1.5}, {"value": {}}]
+)
+def test_what_does_not_fit_a_chunk_leaves_nothing_behind(wrong: dict[str, Any]) -> None:
+    batcher = Batcher(4, BatchLimits())
+    error_type = TypeError if "value" in wrong else ServerError
+    for key in (b"k", b"l", b"m", b"n"):
+        with pytest.raises(error_type, match=r"negative|dict"):
+            batcher.add(0.0, Operation.SET, key, **wrong)
+    assert len(batcher) == 0
+    assert batcher.take() == []
+    batcher.add(0.0, Operation.SET, b"k", b"1")
+    with pytest.raises(error_type):
+        batcher.add(0.0, Operation.SET, b"k", **wrong)
+    batcher.add(0.0, Operation.SET, b"k", b"2")
+    ((partition, chunk),) = batcher.take()
+    assert partition == partition_of(b"k", 4)
+    assert chunk.values() == [b"1", b"2"]
+    chunk.check_published()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from functools import partial
+from typing import Any
 
 import pytest
 import trio
@@ -68,6 +70,8 @@ async def test_counters(net: FakeNet, autojump_clock: MockClock) -> None:
         (lambda c: c.set("", "x"), Status.BAD_KEY),
         (lambda c: c.set("k" * 251, "x"), Status.BAD_KEY),
         (lambda c: c.set("k", bytes(20 * 1024 * 1024 + 1)), Status.TOO_LARGE),
+        (lambda c: c.set("k", "x", flags=-1), Status.BAD_ARGUMENT),
+        (lambda c: c.touch("k", 1.5), Status.BAD_ARGUMENT),
         (lambda c: c.get(""), Status.BAD_KEY),
     ],
 )
@@ -80,6 +84,26 @@ async def test_a_refused_change_raises_an_error_with_its_status(
             await operation(client)  # type: ignore[operator]
         if status is not Status.UNSUPPORTED:  # the fake does not know replace
             assert caught.value.status is status
+
+
+async def test_a_change_that_cannot_be_encoded_takes_nothing_from_others(
+    net: FakeNet, server: FakeServer, autojump_clock: MockClock
+) -> None:
+    async def mistake(client: Client, **wrong: Any) -> None:
+        with pytest.raises((ServerError, TypeError)):
+            await client.set(**{"key": "wrong", "value": "x", **wrong})
+
+    mistakes: list[dict[str, Any]] = [
+        {"cas": 1 << 64},
+        {"expiry": 1.5},
+        {"value": {}},
+        {"value": 5},
+    ]
+    async with connect(URL, dial=net.dial) as client, trio.open_nursery() as nursery:
+        for wrong in mistakes:
+            nursery.start_soon(client.set, "right", "1")
+            nursery.start_soon(partial(mistake, client, **wrong))
+    assert server.contents() == {b"right": b"1"}
 
 
 async def test_keys_that_the_server_cannot_read_are_told_beside_the_others(

@@ -134,6 +134,20 @@ async def test_keys_and_values_that_no_server_takes_are_refused_locally(
         assert caught.value.status is Status.TOO_LARGE
 
 
+async def test_a_number_that_does_not_fit_takes_nothing_from_other_operations(
+    net: FakeNet, server: FakeServer, autojump_clock: MockClock
+) -> None:
+    async with publisher(URL, dial=net.dial) as sink:
+        for index in range(10):
+            await sink.set(b"%d" % index, "v")
+            with pytest.raises(ServerError, match=r"below 2\*\*32") as caught:
+                await sink.set(b"%d" % index, "w", expiry=1_700_000_000_000)
+            assert caught.value.status is Status.BAD_ARGUMENT
+        await trio.sleep(1)
+        await sink.set("after", "v")
+    assert server.contents() == {b"after": b"v"} | {b"%d" % index: b"v" for index in range(10)}
+
+
 async def test_a_chunk_can_be_published_as_it_is(
     net: FakeNet, server: FakeServer, autojump_clock: MockClock
 ) -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -58,3 +61,27 @@ def test_a_built_chunk_does_not_change_while_the_builder_continues() -> None:
     builder.append(Operation.DELETE, b"c", b"", 4)
     assert list(first) == [a_set(1, b"a", b"1")]
     assert (builder.build().start, builder.build().end) == (0, 4)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"op": 256},
+        {"key": "text"},
+        {"value": {}},
+        {"seq": -1},
+        {"cas": 1 << 64},
+        {"flags": 1 << 32},
+        {"expiry": 0.5},
+    ],
+)
+def test_a_row_that_does_not_fit_leaves_nothing_behind(wrong: dict[str, Any]) -> None:
+    builder = ChunkBuilder()
+    row: dict[str, Any] = {"op": Operation.SET, "seq": 1, "cas": 2, "flags": 3, "expiry": 4}
+    for turn in range(2):
+        with pytest.raises((OverflowError, TypeError, ValueError)):
+            builder.append(**{"key": b"wrong", "value": b"wrong", **row, **wrong})
+        assert len(builder) == turn
+        builder.append(key=b"right", value=b"right", **row)
+    expected = Mutation(Operation.SET, b"right", b"right", SeqNo(1), Cas(2), 3, 4)
+    assert list(builder.build(SeqNo(0), SEQ_MAX)) == [expected] * 2

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from struct import Struct
+from struct import error as StructError
 from typing import Final
 
 import attrs
@@ -24,6 +26,9 @@ BUNDLE_BYTES_LIMIT: Final = 8 * 1024 * 1024
 
 _OPERATION_BYTES: Final = 33
 """What an operation takes in a chunk beside its key and value."""
+
+_NUMBERS: Final = Struct("<QII")
+"""CAS, flags and expiry, as wide as in a chunk."""
 
 
 @attrs.frozen
@@ -78,7 +83,8 @@ class Batcher:
         """Adds an operation, and gives its partition. O(1).
 
         Raises:
-            ServerError: The key or the value is longer than any server takes; nothing was added.
+            ServerError: The key or the value is longer than any server takes, or a number does not
+                fit a chunk; nothing was added.
         """
         check_sizes(key, value)
         if not self._count:
@@ -87,7 +93,11 @@ class Batcher:
         builder = self._builders.get(partition)
         if builder is None:
             builder = self._builders[partition] = ChunkBuilder()
-        builder.append(operation, key, value, 0, cas, flags, expiry)
+        try:
+            builder.append(operation, key, value, 0, cas, flags, expiry)
+        except (OverflowError, TypeError):
+            check_numbers(cas, flags, expiry)
+            raise
         self._count += 1
         self._nbytes += _OPERATION_BYTES + len(key) + len(value)
         return partition
@@ -104,7 +114,12 @@ class Batcher:
 
     def take(self) -> list[tuple[PartitionId, Chunk]]:
         """Takes out the batch of every partition that has one."""
-        batches = [(partition, builder.build()) for partition, builder in self._builders.items()]
+        # What was refused leaves an empty builder.
+        batches = [
+            (partition, builder.build())
+            for partition, builder in self._builders.items()
+            if len(builder)
+        ]
         self._builders.clear()
         self._count = self._nbytes = 0
         return batches
@@ -120,3 +135,19 @@ def check_sizes(key: bytes, value: Buffer = b"") -> None:
         raise ServerError(Status.BAD_KEY, f"a key of {len(key)} bytes")
     if len(value) > VALUE_BYTES_MAX:
         raise ServerError(Status.TOO_LARGE, f"a value of {len(value)} bytes")
+
+
+def check_numbers(cas: int, flags: int, expiry: int) -> None:
+    """Refuses what no chunk can hold.
+
+    Raises:
+        ServerError: `BAD_ARGUMENT`.
+    """
+    try:
+        _NUMBERS.pack(cas, flags, expiry)
+    except StructError as error:
+        raise ServerError(
+            Status.BAD_ARGUMENT,
+            "a CAS is a whole number below 2**64, flags and an expiry in seconds are below 2**32, "
+            f"and none is negative: {cas!r}, {flags!r}, {expiry!r}",
+        ) from error

@@ -10,7 +10,12 @@ from typing import Final
 import attrs
 
 from upr_protocol.chunk import Bundle, BundleRun, Chunk, ChunkBuilder
-from upr_protocol.client.core.batcher import BUNDLE_BYTES, BUNDLE_MUTATIONS, check_sizes
+from upr_protocol.client.core.batcher import (
+    BUNDLE_BYTES,
+    BUNDLE_MUTATIONS,
+    check_numbers,
+    check_sizes,
+)
 from upr_protocol.client.core.calls import Call
 from upr_protocol.client.core.key_lookup import Text, to_bytes
 from upr_protocol.client.core.results import Failure, NotDurableError, WriteResult, split_reply
@@ -53,10 +58,13 @@ class Change:
         """The change of a key in a bucket of so many partitions.
 
         Raises:
-            ServerError: The key or the value is longer than any server takes.
+            ServerError: The key or the value is longer than any server takes, or a number does not
+                fit.
         """
         key, value = to_bytes(key), to_bytes(value)
+        # Here, and not when the bundle is made: that is another task, which sends for all.
         check_sizes(key, value)
+        check_numbers(cas, flags, expiry)
         partition = partition_of(key, partition_count)
         return cls(partition, operation, key, value, cas, flags, expiry, durability, copies)
 

@@ -25,8 +25,13 @@ Text = bytes | str
 
 
 def to_bytes(text: Text) -> bytes:
-    """The bytes of a key or value."""
-    return text.encode() if isinstance(text, str) else text
+    """The bytes of a key or value. Raises `TypeError` for what has none."""
+    if isinstance(text, str):
+        return text.encode()
+    if not isinstance(text, bytes):
+        # A bytearray, or what has no bytes, against its type.
+        return bytes(memoryview(text))
+    return text
 
 
 class Item(msgspec.Struct, frozen=True):

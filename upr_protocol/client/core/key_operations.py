@@ -44,7 +44,8 @@ class KeyOperations(ABC, Generic[R_co]):
     has 1 to 250 bytes, a value at most 20 MiB; text stands for its UTF-8.
 
     Each method raises a `ServerError` when the server refuses, for instance with `CAS_MISMATCH`,
-    `TOO_LARGE` or `BAD_KEY`, or when it grants no credit in time.
+    `TOO_LARGE` or `BAD_KEY`, or when it grants no credit in time. Numbers that do not fit are
+    refused here, with `BAD_ARGUMENT`.
     """
 
     @abstractmethod

@@ -131,7 +131,7 @@ class Publisher:
         This is a checkpoint only when a batch becomes full; then it waits for room.
 
         Raises:
-            ServerError: `BAD_KEY` or `TOO_LARGE`: it was not added.
+            ServerError: `BAD_KEY`, `TOO_LARGE` or `BAD_ARGUMENT`: it was not added.
         """
         batcher = self._batcher
         assert batcher is not None
