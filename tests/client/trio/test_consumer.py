@@ -387,6 +387,22 @@ async def test_barriers_end_with_the_streams(
         await ask(consumer)
 
 
+async def test_a_barrier_that_has_come_back_is_not_among_the_last_events(
+    net: FakeNet, server: FakeServer, autojump_clock: MockClock
+) -> None:
+    async def ask(consumer: Consumer) -> None:
+        with pytest.raises(ClosedError, match="every stream has ended"):
+            await consumer.barrier()
+
+    async with consume(URL, dial=net.dial) as consumer, trio.open_nursery() as nursery:
+        nursery.start_soon(ask, consumer)
+        await trio.testing.wait_all_tasks_blocked()
+        assert not len(consumer._streams.state.barriers)
+        server.end_streams(Status.BUCKET_DELETED)
+        await trio.testing.wait_all_tasks_blocked()
+        assert not [event async for event in consumer if isinstance(event, BarrierReached)]
+
+
 async def test_barriers_end_with_the_consumer(
     net: FakeNet, server: FakeServer, autojump_clock: MockClock
 ) -> None:
@@ -400,6 +416,24 @@ async def test_barriers_end_with_the_consumer(
     async with consume(URL, dial=net.dial) as consumer:
         net.nursery.start_soon(ask, consumer)
         await trio.testing.wait_all_tasks_blocked()
+    await end_event.wait()
+
+
+async def test_asking_for_an_event_ends_with_the_consumer(
+    net: FakeNet, server: FakeServer, autojump_clock: MockClock
+) -> None:
+    end_event = trio.Event()
+
+    async def iterate(consumer: Consumer) -> None:
+        with pytest.raises(ClosedError):
+            await follow(consumer, Mirror())
+        end_event.set()
+
+    with pytest.raises(ZeroDivisionError):  # noqa: PT012
+        async with consume(URL, dial=net.dial) as consumer:
+            net.nursery.start_soon(iterate, consumer)
+            await trio.testing.wait_all_tasks_blocked()
+            raise ZeroDivisionError
     await end_event.wait()
 
 

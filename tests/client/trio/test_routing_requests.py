@@ -14,7 +14,8 @@ from tests.kit.fake_cluster import FakeCluster
 from tests.kit.fake_server import FakeConnection, FakeServer
 from upr_protocol.client import Client, NotDurableError, connect
 from upr_protocol.client.core.retry import WAIT_S_MAX
-from upr_protocol.errors import BrokenError, ServerError, Status, UprError
+from upr_protocol.client.trio.dispatcher import REQUEST_RETRY_TIMEOUT_S
+from upr_protocol.errors import BrokenError, ClosedError, ServerError, Status, UprError
 from upr_protocol.ids import SEQ_MAX, Durability, PartitionId
 from upr_protocol.partition_map import Assignment
 from upr_protocol.wire import Get, Lease, LeaseAction, LeaseReply, Message, Mutate
@@ -144,6 +145,25 @@ async def test_requests_wait_until_their_partition_has_an_active_node(
         item = await client.get(key_of(cluster, 1))
         assert item is not None
         assert item.value == b"4"
+
+
+async def test_leaving_ends_requests_that_wait_for_a_node(
+    cluster: FakeCluster, nursery: trio.Nursery, autojump_clock: MockClock
+) -> None:
+    key = key_of(cluster, 2)
+    end_event = trio.Event()
+
+    async def ask(client: Client) -> None:
+        with pytest.raises(ClosedError):
+            await client.set(key, "1")
+        end_event.set()
+
+    async with connect(URL, dial=cluster.dial) as client:
+        cluster.move({2: Assignment()})
+        nursery.start_soon(ask, client)
+        await trio.sleep(1)
+    await end_event.wait()
+    assert trio.current_time() < REQUEST_RETRY_TIMEOUT_S
 
 
 async def test_a_lost_node_breaks_its_open_requests_and_no_later_ones(

@@ -71,10 +71,12 @@ class BarrierWaiters:
         if self._error is None:
             self._error = error
         self._returned.notify()
-        waiters, self._waiters = self._waiters, {}
-        for waiter in waiters.values():
+        for cookie, waiter in self._waiters.items():
             if waiter is not None:
                 waiter.resolve(error)
+                # It may have come back already, behind events that are yet to be processed. Then
+                # the application is still not to see it.
+                self._waiters[cookie] = None
 
     def close(self) -> None:
         """No barrier comes back any more, and no task waits for one."""

@@ -147,6 +147,7 @@ class Consumer:
             StopAsyncIteration: Every stream has ended for good.
             ServerError: The server refused, and went on refusing.
             BrokenError: The server could not be reached for too long.
+            ClosedError: The context was left.
         """
         if self._is_iterating:
             raise RuntimeError("another task asks this consumer for events already")

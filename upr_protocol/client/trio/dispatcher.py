@@ -100,10 +100,11 @@ class RequestDispatcher:
 
     def close(self) -> None:
         """Forgets the nodes, so that neither they nor this are in a reference cycle. Call it when
-        `run` has ended."""
+        `run` has ended. Requests that wait for a node raise `ClosedError`."""
         self.connections.close()
         self._channel_of.clear()
         self.error = without_traceback(self.error or ClosedError("the client was closed"))
+        self._changed.notify()
 
     # What the connections call; `PoolOwner` documents it.
 

@@ -227,10 +227,11 @@ class ConsumerStreams:
 
     def close(self) -> None:
         """Forgets the nodes, so that none of them is in a reference cycle. Call it when `run` has
-        ended and nobody waits for deliveries."""
+        ended. A task that waits for deliveries learns the error."""
         self.connections.close()
-        error = self.queue.error or ClosedError("the consumer was closed")
-        self.queue.error = without_traceback(error)
+        self.queue.end(ClosedError("the consumer was closed"))
+        assert self.queue.error is not None
+        self.queue.error = without_traceback(self.queue.error)
 
     # What the connections call; `PoolOwner` documents it.
 
