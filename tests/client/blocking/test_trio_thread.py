@@ -14,7 +14,7 @@ from collections.abc import Iterator
 import pytest
 import trio
 
-from upr_protocol.client.blocking.trio_thread import TrioThread, _Runner, _stop
+from upr_protocol.client.blocking.trio_thread import TrioThread, _Call, _Runner, _stop
 from upr_protocol.errors import ClosedError
 
 
@@ -79,6 +79,26 @@ def test_ctrl_c_cancels_the_call_and_waits_for_its_end(thread: TrioThread) -> No
     with pytest.raises(KeyboardInterrupt):
         thread.run(wait)
     assert ended_names == ["cancelled"]
+    assert thread.run(add, 1, 2) == 3
+
+
+def test_ctrl_c_as_a_call_has_ended_does_not_wait_for_its_end_again(
+    thread: TrioThread, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wait = _Call.wait
+    waits = 0
+
+    def wait_and_interrupt(call: _Call[int]) -> None:
+        nonlocal waits
+        waits += 1
+        wait(call)
+        if waits == 1:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(_Call, "wait", wait_and_interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        thread.run(add, 1, 2)
+    assert waits == 2
     assert thread.run(add, 1, 2) == 3
 
 

@@ -35,7 +35,16 @@ class _Call(Generic[T]):
     """One call from another thread. `has_outcome` says whether `result` gives or raises what came
     of it. It does not if the call was cancelled, or if the thread ended before."""
 
-    __slots__ = ("_ended", "_error", "_function", "_is_started", "_result", "_scope", "has_outcome")
+    __slots__ = (
+        "_ended",
+        "_error",
+        "_function",
+        "_has_ended",
+        "_is_started",
+        "_result",
+        "_scope",
+        "has_outcome",
+    )
 
     _result: T
 
@@ -45,6 +54,7 @@ class _Call(Generic[T]):
         self._scope = trio.CancelScope()
         self._is_started = False
         self._error: Exception | None = None
+        self._has_ended = False
         # The standard library's: waiting for it ends at Ctrl-C.
         self._ended: queue.SimpleQueue[None] = queue.SimpleQueue()
 
@@ -55,12 +65,12 @@ class _Call(Generic[T]):
         try:
             nursery.start_soon(self._run)
         except RuntimeError:  # the nursery has ended
-            self._ended.put(None)
+            self._end()
 
     def cancel(self) -> None:
         self._scope.cancel()
         if not self._is_started:  # Ctrl-C came before `start` was queued
-            self._ended.put(None)
+            self._end()
 
     async def _run(self) -> None:
         try:
@@ -71,12 +81,19 @@ class _Call(Generic[T]):
             self._error = error
             self.has_outcome = True
         finally:
-            self._ended.put(None)
+            self._end()
+
+    def _end(self) -> None:
+        self._has_ended = True
+        self._ended.put(None)
 
     # In the calling thread.
 
     def wait(self) -> None:
-        self._ended.get()
+        # Ctrl-C may come once `get` has taken what was put, and before it returns: then there is
+        # nothing to wait for.
+        if not self._has_ended:
+            self._ended.get()
 
     def result(self) -> T:
         error, self._error = self._error, None
