@@ -24,6 +24,7 @@ from upr_protocol.client import (
 )
 from upr_protocol.client.blocking.trio_thread import TrioThread
 from upr_protocol.errors import ClosedError
+from upr_protocol.failover import Position
 from upr_protocol.ids import PartitionId
 
 URL = "upr://fake/b"
@@ -105,6 +106,7 @@ def test_ctrl_c_after_an_event_has_arrived_does_not_lose_it(
         raise KeyboardInterrupt
 
     mirror = Mirror()
+    positions_before, positions_after = list[Position](), list[Position]()
     with consumer(fake, tmp_path, end="now") as stream:
         event = None
         while not isinstance(event, SnapshotEnd):
@@ -112,10 +114,15 @@ def test_ctrl_c_after_an_event_has_arrived_does_not_lose_it(
                 patch.setattr(TrioThread, "run", run_and_interrupt)
                 with pytest.raises(KeyboardInterrupt):
                     stream.next_event()
+            positions_before.append(stream.resume_state.position(PartitionId(0)))
             event = stream.next_event()
+            positions_after.append(stream.resume_state.position(PartitionId(0)))
             assert not isinstance(event, Undone | None)
             mirror.apply(event)
     assert mirror.contents == fake.server.contents()
+    # What has arrived does not count as processed before the program was given it.
+    assert positions_before[1:] == positions_after[:-1]
+    assert positions_before != positions_after
 
 
 def test_waiting_for_an_event_ends_in_time(fake: ThreadedFake, tmp_path: Path) -> None:

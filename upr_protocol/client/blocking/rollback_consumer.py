@@ -144,6 +144,8 @@ class BlockingRollbackConsumer:
         """A copy of the resume state as it is once the current event is processed; see
         `Consumer.resume_state`."""
         thread, consumer = self._require_open()
+        if self._undelivered_event is not None:
+            return thread.run(_call, lambda: consumer.processed_state)
         return thread.run(_call, lambda: consumer.resume_state)
 
     def save(self) -> None:

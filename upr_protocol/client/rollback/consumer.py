@@ -121,11 +121,12 @@ class RollbackConsumer(RollbackIterator):
     def resume_state(self) -> ResumeState:
         """A copy of the resume state as it is once the current event is processed. See
         `Consumer.resume_state`."""
-        return (
-            self._consumer.resume_state
-            if self._current_event is None
-            else self._consumer.processed_state
-        )
+        return self._consumer.resume_state if self._current_event is None else self.processed_state
+
+    @property
+    def processed_state(self) -> ResumeState:
+        """A copy of the resume state without the current event. O(partitions)."""
+        return self._consumer.processed_state
 
     def position(self, partition: PartitionId) -> Position:
         """One partition's position in `resume_state`, without a copy of the others."""
