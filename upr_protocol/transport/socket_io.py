@@ -39,7 +39,11 @@ SocketDial = Callable[[Address, float], socket.socket]
 
 def dial_socket(address: Address, timeout_s: float) -> socket.socket:
     """A TCP connection to `address`."""
-    connection = socket.create_connection((address.host, address.port), timeout_s)
+    try:
+        connection = socket.create_connection((address.host, address.port), timeout_s)
+    except UnicodeError as error:
+        # As in `dial_tcp`.
+        raise OSError(f"{address.host!r} is not a valid host name") from error
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     return connection
 

@@ -9,18 +9,19 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from copy import deepcopy
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 import pytest
 
 from tests.kit.mirror import Mirror
 from tests.kit.process import eventually
 from tests.kit.threaded import ThreadedFake, trio_thread
-from upr_protocol.chunk import Chunk, CounterDelta, Mutation, chunk_of_plain_sets
+from upr_protocol.chunk import Buffer, Chunk, CounterDelta, Mutation, chunk_of_plain_sets
 from upr_protocol.client import (
     Address,
     BarrierReached,
@@ -39,6 +40,7 @@ from upr_protocol.client import (
     WriterIdentity,
 )
 from upr_protocol.client.blocking.connection import BlockingConnection, SocketOptions
+from upr_protocol.client.blocking.trio_thread import TrioThread
 from upr_protocol.client.core.unanswered_batches import Batch
 from upr_protocol.errors import (
     BrokenError,
@@ -50,6 +52,7 @@ from upr_protocol.errors import (
 )
 from upr_protocol.ids import Durability, Operation, PartitionId, SeqNo
 from upr_protocol.limits import WINDOW_BYTES_MIN
+from upr_protocol.transport import write_available
 from upr_protocol.wire import Error, Message, Mutate, Noop, Stats, StatsReply
 
 URL = "upr://fake/b"
@@ -175,6 +178,12 @@ def test_a_bucket_that_is_not_there(fake: ThreadedFake) -> None:
     with pytest.raises(ServerError) as caught, client(fake, "upr://fake/other"):
         pass
     assert caught.value.status is Status.NO_BUCKET
+
+
+def test_an_impossible_host_cannot_be_connected_to() -> None:
+    label = "a" * 64
+    with pytest.raises(BrokenError, match="not a valid host name"):
+        BlockingClient(f"upr://{label}.example/b").get("k")
 
 
 def test_a_peer_that_speaks_another_protocol_is_rejected() -> None:
@@ -634,6 +643,34 @@ def test_an_application_that_undoes_is_asked_to(fake: ThreadedFake) -> None:
     assert [(event.partition, event.ceiling, event.to) for event in rollbacks] == [(1, 3, 0)]
 
 
+def test_ctrl_c_after_a_rollback_is_undone_does_not_undo_it_again(
+    fake: ThreadedFake, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fill(fake, 50)
+    with consumer(fake, end="now") as stream:
+        assert [event for event in stream if isinstance(event, SnapshotEnd)]
+        state = stream.resume_state
+    fake.server.partitions[1].fail_over(99, 3)
+    run = TrioThread.run
+    undone: list[SeqNo] = []
+
+    def undo(partition: PartitionId, ceiling: SeqNo, reason: str) -> SeqNo:
+        undone.append(ceiling)
+        monkeypatch.setattr(TrioThread, "run", run_and_interrupt)
+        return SeqNo(0)
+
+    def run_and_interrupt(self: TrioThread, *args: Any) -> None:
+        monkeypatch.setattr(TrioThread, "run", run)
+        run(self, *args)
+        raise KeyboardInterrupt
+
+    with consumer(fake, resume=state, end="now", undo=undo) as stream:
+        with pytest.raises(KeyboardInterrupt):
+            list(stream)
+        assert [type(event) for event in stream].count(RolledBack) == 1
+    assert undone == [3]
+
+
 class InterruptedByAlarmError(Exception):
     """What a signal's handler raises, as that of Ctrl-C raises KeyboardInterrupt."""
 
@@ -669,6 +706,29 @@ def test_ctrl_c_while_it_waits_loses_no_event(fake: ThreadedFake) -> None:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
     assert mirror.contents == fake.server.contents()
+
+
+def test_ctrl_c_while_it_writes_makes_no_change_twice(
+    fake: ThreadedFake, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def write_and_interrupt(descriptor: int, buffers: Sequence[Buffer]) -> None:
+        assert not write_available(descriptor, buffers)
+        raise KeyboardInterrupt
+
+    async def wait_for_three() -> None:
+        await eventually(lambda: fake.server.contents() == {b"n": b"3"}, "all changes arrive")
+
+    with client(fake) as kv:
+        kv.increment("n")
+        with monkeypatch.context() as patch:
+            patch.setattr(
+                "upr_protocol.client.blocking.connection.write_available", write_and_interrupt
+            )
+            with pytest.raises(KeyboardInterrupt):
+                kv.increment("n")
+        kv.increment("n")
+        fake.thread.run(wait_for_three)
+    assert fake.dialled == 2
 
 
 # The threads.

@@ -77,6 +77,8 @@ class BlockingConnection:
         self._tls = self._encrypted(address, deadline)
         self._scratch = new_scratch()
         self._writing: Sequence[Buffer] = ()
+        self._is_waiting = False
+        """Whether a step waits, and has read and written nothing since the wait began."""
         self._written_at = self._clock()
         self._silent_s = 0.0
         """How long callers have read since the last bytes arrived."""
@@ -139,6 +141,7 @@ class BlockingConnection:
         in the past."""
         if self.failure is not None:
             raise self.failure
+        self._is_waiting = False
         # A caller is back. Without a caller nothing was read: for the idle timeout, only silence
         # during a read counts.
         self.session.keep_alive.note_received(self._clock() - self._silent_s)
@@ -153,6 +156,12 @@ class BlockingConnection:
             self._fail(BrokenError(f"the connection was lost: {error}"))
         except (BrokenError, TlsError) as error:
             self._fail(error)
+        except BaseException:
+            # Ctrl-C. Perhaps nobody knows of what was read or written just now: what came would be
+            # missing, and what was sent would be sent again.
+            if not self._is_waiting:
+                self._end(BrokenError("a call was interrupted while it read or wrote"))
+            raise
 
     def _poll_once(self, deadline: float) -> bool:
         """Writes, waits once, and reads; whether something was read or the deadline is over."""
@@ -170,8 +179,10 @@ class BlockingConnection:
             until = min(until, self._written_at + SEND_TIMEOUT_S)
         poll = select.poll()
         poll.register(self.socket, events)
+        self._is_waiting = True
         ready = dict(poll.poll(max(0.0, until - now) * 1000)).get(self.socket.fileno(), 0)
         polled_at = self._clock()
+        self._is_waiting = False
         # An error and the peer's end count as readable: reading tells which it is.
         if ready & ~select.POLLOUT:
             self._silent_s = 0.0
@@ -264,10 +275,13 @@ class BlockingConnection:
         self._writing = write_available(self.socket.fileno(), self._writing)
         return sum(map(len, self._writing)) < bytes_before
 
-    def _fail(self, error: UprError) -> None:
+    def _end(self, error: UprError) -> None:
         if self.failure is None:
             self.failure = error
             self.socket.close()
+
+    def _fail(self, error: UprError) -> None:
+        self._end(error)
         raise error
 
     def close(self) -> None:

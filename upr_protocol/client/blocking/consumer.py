@@ -241,9 +241,15 @@ class BlockingConsumer:
         self.save()
         if isinstance(event, RolledBack):
             return delivery
-        assert self._undo is not None
-        to = self._undo(event.partition, event.ceiling, event.reason)
-        return self._connect().run(self._streams.note_rolled_back, event.partition, to)
+        streams = self._streams
+        if streams.rollback_outcome is None:
+            assert self._undo is not None
+            to = self._undo(event.partition, event.ceiling, event.reason)
+            self._connect().run(streams.note_rolled_back, event.partition, to)
+        # Ctrl-C may have come between the two: then the next call finds it here.
+        outcome, streams.rollback_outcome = streams.rollback_outcome, None
+        assert outcome is not None
+        return outcome
 
     def _receive(self, deadline: float) -> bool:
         """Waits for deliveries, or until the state is to be saved; whether to go on."""

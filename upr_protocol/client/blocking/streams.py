@@ -37,12 +37,14 @@ class StreamsInThread:
         deliveries: The deliveries that have crossed. The caller takes them while it has no call in
             the thread.
         is_finished: Whether every stream has ended for good, and every delivery has crossed.
+        rollback_outcome: `RolledBack`, once the streams know of a rollback; the caller takes it.
     """
 
     def __init__(self, new_streams: Callable[[], ConsumerStreams], bytes_max: int) -> None:
         self.deliveries: deque[Delivery] = deque()
         self.is_connected = False
         self.is_finished = False
+        self.rollback_outcome: Delivery | None = None
         self._acknowledged_deliveries: list[Delivery] = []
         self._new_streams = new_streams
         self._bytes_max = bytes_max
@@ -103,9 +105,10 @@ class StreamsInThread:
             nbytes += next_delivery.nbytes
         self.is_finished |= streams.state.is_finished and not len(queue)
 
-    async def note_rolled_back(self, partition: PartitionId, to: SeqNo) -> Delivery:
-        """The application has rolled back to `to`; see `ConsumerStreams.note_rolled_back`."""
-        return self._require_streams().note_rolled_back(partition, to)
+    async def note_rolled_back(self, partition: PartitionId, to: SeqNo) -> None:
+        """The application has rolled back to `to`; see `ConsumerStreams.note_rolled_back`. What
+        that returns is the `rollback_outcome`."""
+        self.rollback_outcome = self._require_streams().note_rolled_back(partition, to)
 
     async def send_barrier(self, cookie: bytes) -> None:
         """Sends a barrier through all nodes; see `ConsumerStreams.send_barrier`."""
