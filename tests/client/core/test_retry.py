@@ -33,10 +33,11 @@ def test_clients_give_up_and_ask_again_after_the_times_that_are_promised() -> No
 
 
 def test_waits_double_up_to_the_cap() -> None:
-    backoff = Backoff(lambda: 1.0, first_s=1.0, cap_s=10.0)
-    assert [backoff.next_wait_s() for _ in range(6)] == [1, 2, 4, 8, 10, 10]
+    backoff = Backoff(lambda: 1.0, cap_s=10 * FIRST_WAIT_S)
+    waits = [backoff.next_wait_s() for _ in range(6)]
+    assert waits == [FIRST_WAIT_S * factor for factor in (1, 2, 4, 8, 10, 10)]
     backoff.reset()
-    assert backoff.next_wait_s() == 1
+    assert backoff.next_wait_s() == FIRST_WAIT_S
     assert backoff.failures == 1
 
 

@@ -72,31 +72,23 @@ class Backoff:
 
     Args:
         draw: Gives numbers in [0, 1).
-        first_s: The longest first wait.
         cap_s: The longest wait of all.
 
     Attributes:
         failures: Failures since the last success.
     """
 
-    __slots__ = ("_cap_s", "_draw", "_first_s", "failures")
+    __slots__ = ("_cap_s", "_draw", "failures")
 
-    def __init__(
-        self,
-        draw: Callable[[], float],
-        *,
-        first_s: float = FIRST_WAIT_S,
-        cap_s: float = WAIT_S_MAX,
-    ) -> None:
+    def __init__(self, draw: Callable[[], float], *, cap_s: float = WAIT_S_MAX) -> None:
         self.failures = 0
         self._draw = draw
-        self._first_s = first_s
         self._cap_s = cap_s
 
     def next_wait_s(self) -> float:
         """Counts one more failure, and gives the time to wait after it."""
         # 2**63 times anything is over every cap; a larger exponent would overflow in the end.
-        longest: float = min(self._cap_s, self._first_s * 2 ** min(self.failures, 63))
+        longest: float = min(self._cap_s, FIRST_WAIT_S * 2 ** min(self.failures, 63))
         self.failures += 1
         return longest * (1 + self._draw()) / 2
 
