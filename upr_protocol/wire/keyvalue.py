@@ -12,7 +12,7 @@ import construct as cs
 from upr_protocol.chunk import Buffer, Chunk
 from upr_protocol.errors import Status
 from upr_protocol.ids import Durability, HistoryId, SeqNo
-from upr_protocol.limits import FRAME_BODY_BYTES_MAX
+from upr_protocol.limits import FRAME_BODY_BYTES_MAX, GET_KEYS_MAX
 from upr_protocol.wire.columns import CHUNK, member, octets, row, text, tuple_of
 from upr_protocol.wire.message import DATA, Message, Role, check_end
 
@@ -95,13 +95,15 @@ class Get(Message, frozen=True):
         data = bytes(body)
         history_id, count = _GET.unpack_from(data)
         keys, offset = [], _GET.size
-        for _ in range(count):
+        # With more keys it is refused, whatever they are. To read 65,535 would hold the loop.
+        for _ in range(min(count, GET_KEYS_MAX + 1)):
             start = offset + 1
             offset = start + data[offset]
             keys.append(data[start:offset])
         if offset > len(data):
             raise StructError
-        check_end(body, offset)
+        if count <= len(keys):
+            check_end(body, offset)
         return tuple(keys), history_id
 
 
