@@ -126,6 +126,11 @@ class RequestChannel(ConnectionHandler):
         """The changes to send, in their order, by their level: a bundle has one. The level whose
         turn is next comes first."""
         self._waiting_senders = 0
+        self._parked_senders = trio.lowlevel.ParkingLot()
+        """The tasks that wait for room, the one that has waited longest first. As many are woken as
+        there is room for: to wake all of them for each answer would be quadratic work."""
+        self._woken_senders = 0
+        """Those that were woken, and have yet to run."""
         self._changed = Notifier()
 
     def __len__(self) -> int:
@@ -152,12 +157,14 @@ class RequestChannel(ConnectionHandler):
         resolve = self._resolvers.pop(message.opaque, None)
         if resolve is not None:
             resolve(message)
+            self._wake_senders()
             self._changed.notify()
         if self._unsent:
             self.connection.request_write()
 
     def ready_to_write(self) -> None:
         """Sends the changes that have gathered while the writer was busy."""
+        self._wake_senders()
         self._changed.notify()
         while self._unsent and self.connection.session.credit.is_open and self._has_room:
             self._send_changes()
@@ -205,7 +212,14 @@ class RequestChannel(ConnectionHandler):
             resolve(error)
         for pending_change in chain.from_iterable(unsent.values()):
             pending_change.resolve(error)
+        self._woken_senders += len(self._parked_senders.unpark_all())
         self._changed.notify()
+
+    def _wake_senders(self) -> None:
+        if self._parked_senders and self._has_room:
+            room = REQUESTS_OPEN_MAX - 1 - len(self._resolvers) - self._woken_senders
+            if room > 0:
+                self._woken_senders += len(self._parked_senders.unpark(count=room))
 
     # For callers.
 
@@ -251,16 +265,19 @@ class RequestChannel(ConnectionHandler):
         sent."""
         connection = self.connection
         self._waiting_senders += 1
-        try:
-            await self._changed.wait_until(lambda: connection.failure is not None or self._has_room)
-            opaque = connection.session.new_opaque()
-            connection.send(call.request(opaque=opaque))
-        finally:
-            self._waiting_senders -= 1
-            self._changed.notify()
         # `PendingReply[T]()` would take 2 µs more.
         reply: PendingReply[T] = PendingReply()
-        self._resolvers[opaque] = partial(_resolve_call, call, reply)
+        try:
+            while connection.failure is None and not self._has_room:
+                await self._parked_senders.park()
+                self._woken_senders -= 1
+            opaque = connection.session.new_opaque()
+            connection.send(call.request(opaque=opaque))
+            self._resolvers[opaque] = partial(_resolve_call, call, reply)
+        finally:
+            self._waiting_senders -= 1
+            self._wake_senders()
+            self._changed.notify()
         self.requests += 1
         return reply
 
