@@ -400,6 +400,35 @@ async def test_a_full_commit_takes_no_further_snapshot(
         assert ends == [[[1, 2, 3]], [[1], [1], [1]], [[4, 5]]]
 
 
+@pytest.mark.parametrize("is_one_partition", [False, True])
+async def test_what_found_no_room_in_a_commit_goes_into_the_next_at_once(
+    autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch, is_one_partition: bool
+) -> None:
+    monkeypatch.setattr(flusher_module, "COMMIT_BYTES", 20_000)
+    async with running(partitions=3, commit_s=0.01) as run:
+        began, first = trio.current_time(), run.partition
+        reader = cursor_at(first)
+        for number, partition in enumerate(run.bucket.partitions):
+            put(first if is_one_partition else partition, b"%d" % number, value=LARGE_VALUE)
+            while reader.poll():
+                reader.next()
+        await trio.sleep(1.0)
+        if is_one_partition:
+            assert run.store.highs() == [{0: 1}, {0: 2}, {0: 3}]
+        else:
+            assert run.store.highs() == [{0: 1}, {1: 1}, {2: 1}]
+        begins = [begin - began for begin in run.store.begins]
+        assert begins == pytest.approx([0.1, 0.11, 0.12], abs=1e-6)
+        # What comes now has its time to gather, however full its commit is.
+        for _ in range(2):
+            began = trio.current_time()
+            put(first, b"later", value=LARGE_VALUE)
+            await trio.sleep(0.05)
+            put(first, b"later", value=LARGE_VALUE)
+            await trio.sleep(1.0)
+            assert run.store.begins[-1] == pytest.approx(began + FLUSH_INTERVAL_S)
+
+
 async def test_a_commit_counts_the_snapshots_of_all_its_partitions(
     autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -2,8 +2,9 @@
 
 **Group commit.** One transaction writes what all partitions have, and serves all clients that wait
 for the disk. One commit is under way at a time, and what arrives meanwhile goes into the next. When
-a client waits for durability the next commit begins at once. Otherwise it waits a moment, and what
-is overwritten in that time need not be written.
+a client waits for durability the next commit begins at once. So it does if a full one had no room
+for all that there was. Otherwise it waits a moment, and what is overwritten in that time need not
+be written.
 """
 
 from __future__ import annotations
@@ -258,10 +259,12 @@ class Flusher:
         """Collects the next group commit: the whole snapshots that partitions have now, until they
         fill it."""
         writes: list[PartitionWrite] = []
-        self._dirty_since = trio.current_time()
+        dirty_since, self._dirty_since = self._dirty_since, trio.current_time()
         total_bytes = bytes_since_checkpoint = 0
-        for partition_id in list(self._dirty_partitions):
+        partition_ids = list(self._dirty_partitions)
+        for partition_id in partition_ids:
             partition = self._bucket.partitions[partition_id]
+            high_seq = partition.high_seq
             chunks: list[Chunk] = []
             ends: list[SeqNo] = []
             for item, joined_count in self._snapshots(partition, COMMIT_BYTES - total_bytes):
@@ -285,6 +288,10 @@ class Flusher:
                 # More has come meanwhile. It goes to the end: partitions take turns.
                 self._dirty_partitions[partition_id] = None
             if total_bytes >= COMMIT_BYTES:
+                is_last = partition_id == partition_ids[-1]
+                if not is_last or partition.manager.persistence.seq < high_seq:
+                    # What found no room has waited already, and waits no longer.
+                    self._dirty_since = dirty_since
                 break
         return writes
 
