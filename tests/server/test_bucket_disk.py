@@ -119,6 +119,57 @@ async def read_all(store: SimulatedStore, partition: Partition) -> list[Chunk]:
     return chunks
 
 
+class _Stalling(SimulatedStore):
+    """A store that carries out so many commits, and then does nothing more.
+
+    Attributes:
+        commits_left: How many it carries out still.
+    """
+
+    def __init__(self, commits_left: int) -> None:
+        super().__init__()
+        self.commits_left = commits_left
+
+    async def wait(self, call: StoreCall[Any]) -> None:
+        if isinstance(call, Commit):
+            if not self.commits_left:
+                await trio.sleep_forever()
+            self.commits_left -= 1
+        await super().wait(call)
+
+
+async def test_a_server_killed_inside_a_large_snapshot_starts_where_the_one_before_ended(
+    autojump_clock: trio.testing.MockClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for constant in ("COMMIT_BYTES", "COMMIT_BYTES_MAX"):
+        monkeypatch.setattr(flusher, constant, 200_000)
+    store = _Stalling(3)
+    with trio.CancelScope() as kill:
+        async with serving(store, 1) as server:
+            partition = server.catalog.bucket(BUCKET).partitions[0]
+            partition.mutate(batch_of(batch(0, 1)), now=NOW)
+            await trio.sleep(1)
+            for number in range(10):
+                first = 1 + number * 1000
+                partition.mutate(batch_of(batch(first, 1000, nbytes=1000)), now=NOW)
+            await trio.sleep(1)
+            assert partition.manager.persistence.committed_seq == 1
+            assert store.commits_left == 0
+            kill.cancel()
+            await trio.lowlevel.checkpoint()
+    disk_store = SimulatedStore(store.directory)
+    (stored_bucket,) = (await disk_store.ask(LoadBuckets())).buckets
+    assert not stored_bucket.is_clean
+    async with serving(disk_store, 1) as server:
+        partition = server.catalog.bucket(BUCKET).partitions[0]
+        assert partition.high_seq == 1
+        partition.mutate(batch_of(batch(1, 3, nbytes=1)), now=NOW)
+        await trio.sleep(1)
+        assert partition.manager.persistence.committed_seq == 4
+        rows = [row for chunk in await read_all(disk_store, partition) for row in chunk]
+        assert [(row.key, row.seq) for row in rows] == [(b"%d" % n, n + 1) for n in range(4)]
+
+
 async def test_a_bucket_that_finds_no_room_at_the_end_keeps_no_other_from_disk(
     autojump_clock: trio.testing.MockClock,
 ) -> None:

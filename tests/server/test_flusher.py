@@ -40,6 +40,7 @@ from upr_server.storage.online.flusher import (
     TURN_CALLS,
     Flusher,
 )
+from upr_server.storage.records import PartialRecord
 
 P0, P1 = PartitionId(0), PartitionId(1)
 
@@ -465,6 +466,51 @@ async def test_a_full_commit_takes_no_further_snapshot_of_several_chunks(
             (6, [200, 400, 600]),
             (2, [800]),
         ]
+
+
+async def test_a_snapshot_that_is_larger_than_a_commit_goes_to_disk_in_several(
+    autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only with the last one is it on disk. Other partitions have their turn in between."""
+    monkeypatch.setattr(flusher_module, "COMMIT_BYTES", 200_000)
+    monkeypatch.setattr(flusher_module, "COMMIT_BYTES_MAX", 250_000)
+    for module in (closed_snapshot, segment):
+        monkeypatch.setattr(module, "SEGMENT_BYTES", 500)
+    async with running(partitions=2, commit_s=0.25) as run:
+        partition, (_, other) = run.partition, run.bucket.partitions
+        reader = cursor_at(partition)
+        put(partition, b"before")
+        while reader.poll():
+            reader.next()
+        for batch in range(9):
+            put(partition, *(b"%d %d" % (batch, row) for row in range(100)), value=VALUE)
+        put(other, b"a")
+        answers = partition.repeated_batches.answers
+        answers.remember(WriterToken(bytes(16), 1), b"answer", 500)
+        run.wait_for("before", 1)
+        run.wait_for("other", 1, partition=1)
+        run.wait_for("large", 500)
+        # Two of its commits are on disk.
+        await trio.sleep(0.6)
+        assert run.answers == [("before", True), ("other", True)]
+        assert partition.manager.persistence.committed_seq == 1
+        partition.check_invariants()
+        await trio.sleep(1.0)
+        assert run.answers[2:] == [("large", True)]
+        assert partition.manager.persistence.committed_seq == 901
+        partition.check_invariants()
+        commits = [commit.writes for _, commit in run.store.commits]
+        assert [[write.partition for write in writes] for writes in commits] == [[0], [1, 0], [0]]
+        *fronts, last = [writes[-1] for writes in commits]
+        for front in fronts:
+            assert sum(chunk.nbytes for chunk in front.chunks) < 400_000
+            assert front.record.high == 1
+            assert front.record.partial == PartialRecord(
+                partition.failover_log.current, SeqNo(1), SeqNo(901), front.chunks[-1].end
+            )
+        assert [write.ends for write in (*fronts, last)] == [[1], [], [901]]
+        assert (last.record.high, last.record.partial) == (901, None)
+        assert [bool(write.answers) for write in (*fronts, last)] == [False, False, True]
 
 
 async def test_what_comes_while_a_commit_is_collected_goes_into_the_next(

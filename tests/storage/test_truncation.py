@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Final
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -342,3 +343,36 @@ def test_a_partition_map_is_stored_with_its_partition_records() -> None:
         30,
         31,
     ]
+
+
+@pytest.mark.parametrize("state", PartitionState)
+def test_the_front_of_a_snapshot_whose_rest_was_in_memory_is_deleted_at_the_start(
+    state: PartitionState,
+) -> None:
+    log, index = SimulatedDisk(), SimulatedDisk()
+    bucket = BucketStorage(log, index)
+    bucket.log.create(BucketRecord("b", 2, 0), [record(0)] * 2)
+    bucket.open()
+    whole = PartitionRecord(state, ((7, 0),), SeqNo(30), 30)
+    bucket.commit([msgspec.structs.replace(write(30, 10, 20, 30), record=whole)])
+    bytes_before = bucket.statistics()["chunk_bytes"]
+    front = PartialRecord(HISTORY, SeqNo(30), SeqNo(60), SeqNo(50))
+    with_front = PartitionRecord(state, ((7, 0),), SeqNo(30), 50, front)
+    chunks = [chunk_of([row(Operation.SET, b"k", end, end)], end - 10, end) for end in (40, 50)]
+    bucket.commit([PartitionWrite(PARTITION, with_front, chunks)])
+    bucket.maintain(urgent=True, leases=(), purge_before_cas=0)
+    again = BucketStorage(log, index)
+    stored_partition = again.open().partitions[PARTITION]
+    assert again.log.load().partitions[PARTITION].record == stored_partition.record
+    assert stored_partition.indexed_seq == 30
+    if state is PartitionState.REPLICA:
+        # It has received so much, and goes on there.
+        assert stored_partition.record == with_front
+        return
+    assert stored_partition.record == msgspec.structs.replace(with_front, partial=None)
+    assert again.statistics()["chunk_bytes"] == bytes_before
+    after = chunk_of([row(Operation.SET, b"k", 31, 31)], 30, 31)
+    record_after = PartitionRecord(state, ((7, 0),), SeqNo(31), 51)
+    again.commit([PartitionWrite(PARTITION, record_after, [after])])
+    chunks = again.log.read_chunks(PARTITION, 0, 31, bytes_max=PLENTY)
+    assert [chunk.end for chunk in chunks] == [10, 20, 30, 31]

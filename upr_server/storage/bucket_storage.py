@@ -8,7 +8,7 @@ from typing import Final
 import msgspec
 
 from upr_protocol.chunk import Chunk
-from upr_protocol.ids import SeqNo
+from upr_protocol.ids import PartitionState, SeqNo
 from upr_server.storage.chunk_log import (
     STORED_OVERHEAD_BYTES,
     ChunkLog,
@@ -176,7 +176,7 @@ class BucketStorage:
         Raises:
             CorruptionError: A record that concerns the whole bucket is damaged or missing.
         """
-        stored_bucket = self.log.load()
+        stored_bucket = self._without_fronts(self.log.load())
         sizes = self.log.chunk_bytes()
         reindex_reasons: dict[int, str] = {}
         self._partitions = [
@@ -215,6 +215,22 @@ class BucketStorage:
             ],
             reindex_reasons=reindex_reasons,
         )
+
+    def _without_fronts(self, stored_bucket: StoredBucket) -> StoredBucket:
+        """Deletes the fronts of snapshots whose rest was only in memory. A replica goes on behind
+        the front that it has received."""
+        partitions = list(stored_bucket.partitions)
+        records: list[tuple[int, PartitionRecord]] = []
+        for partition_id, partition in enumerate(partitions):
+            record = partition.record
+            if record.partial is not None and record.state != PartitionState.REPLICA:
+                record = msgspec.structs.replace(record, partial=None)
+                records.append((partition_id, record))
+                partitions[partition_id] = msgspec.structs.replace(partition, record=record)
+        if not records:
+            return stored_bucket
+        self.log.delete_fronts(records)
+        return msgspec.structs.replace(stored_bucket, partitions=partitions)
 
     def _watermark(self, partition: int, high: SeqNo, reindex_reasons: dict[int, str]) -> Watermark:
         """How far a partition's index is. If nobody can tell, or it is beyond the log's end at

@@ -1,8 +1,9 @@
 """The log of one bucket: its chunks by partition and sequence number, and what changes with them.
 
 A commit takes snapshots of any number of partitions, each with the record that says how far the
-partition has come. So the log of each partition always ends at a snapshot end. A replica also puts
-the front of a snapshot behind that end; it counts once the rest has arrived.
+partition has come. So the log of each partition always ends at a snapshot end. Behind that end
+there may be the front of a snapshot, of which a replica has received only that, or which is
+written in several commits. It counts once the rest has arrived.
 """
 
 from __future__ import annotations
@@ -278,6 +279,17 @@ class ChunkLog:
             transaction.delete(CLEAN_STOP)
             for partition, record in records:
                 self._put_record(transaction, partition, record)
+
+    def delete_fronts(self, records: Iterable[tuple[int, PartitionRecord]]) -> None:
+        """Deletes the fronts of snapshots that partitions have behind their ends, in one commit.
+        O(chunks deleted).
+
+        Args:
+            records: The partitions, and their records without the fronts.
+        """
+        with self.ordered_map.write() as transaction:
+            for partition, record in records:
+                self._truncate(transaction, partition, record)
 
     def put_partition_map(
         self, document: str, records: Iterable[tuple[int, PartitionRecord]]

@@ -278,7 +278,8 @@ class BucketRecord(msgspec.Struct, frozen=True):
 
 
 class PartialRecord(msgspec.Struct, frozen=True):
-    """The snapshot that a replica has received in part.
+    """The snapshot of which the log has the front: a replica has received it in part, or another
+    partition's goes to disk in several commits.
 
     Attributes:
         history_id: The history that the snapshot belongs to.

@@ -1,10 +1,16 @@
-"""The flusher: writes whole snapshots of a bucket's partitions to disk, by group commit.
+"""The flusher: writes snapshots of a bucket's partitions to disk, by group commit.
 
 **Group commit.** One transaction writes what all partitions have, and serves all clients that wait
 for the disk. One commit is under way at a time, and what arrives meanwhile goes into the next. When
 a client waits for durability the next commit begins at once. So it does if a full one had no room
 for all that there was. Otherwise it waits a moment, and what is overwritten in that time need not
 be written.
+
+**Large snapshots.** A commit takes whole snapshots. While the disk is slow a snapshot grows, up to
+the bucket's quota. A large one goes to disk in several commits, so that the process that writes
+needs little memory, and others have their turn in between. Only the last one says that the
+partition is on disk up to the snapshot's end. Those before say how far the snapshot is there; if
+the rest never comes, the next start deletes what there is.
 """
 
 from __future__ import annotations
@@ -15,6 +21,7 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Final
 
+import msgspec
 import structlog
 import trio
 
@@ -26,7 +33,7 @@ from upr_server.storage.api import Store
 from upr_server.storage.calls import Commit
 from upr_server.storage.chunk_log import PartitionWrite
 from upr_server.storage.errors import DiskFullError
-from upr_server.storage.records import PartitionRecord
+from upr_server.storage.records import PartialRecord, PartitionRecord
 
 FLUSH_INTERVAL_S: Final = 0.1
 """How long changes may stay in memory only if nobody waits for their durability."""
@@ -34,6 +41,10 @@ FLUSH_INTERVAL_S: Final = 0.1
 COMMIT_BYTES: Final = 8 * 1024 * 1024
 """A commit takes no further snapshot once it has so many bytes. So it stays within 100 ms on a
 plain disk, and takes little memory on both sides of the pipe."""
+
+COMMIT_BYTES_MAX: Final = 2 * COMMIT_BYTES
+"""A commit with so many bytes ends even inside a snapshot. It is longer by one chunk at most, and
+by answers to publishers."""
 
 UNINDEXED_MAX: Final = 512 * 1024
 """Mutations that may be on disk and not yet in the index. Beyond it commits wait. Then memory fills
@@ -267,7 +278,7 @@ class Flusher:
             high_seq = partition.high_seq
             chunks: list[Chunk] = []
             ends: list[SeqNo] = []
-            for item, joined_count in self._snapshots(partition, COMMIT_BYTES - total_bytes):
+            for item, joined_count in self._snapshots(partition, total_bytes):
                 if isinstance(item, SnapshotEndItem):
                     ends.append(item.end)
                     continue
@@ -289,17 +300,20 @@ class Flusher:
                 self._dirty_partitions[partition_id] = None
             if total_bytes >= COMMIT_BYTES:
                 is_last = partition_id == partition_ids[-1]
-                if not is_last or partition.manager.persistence.seq < high_seq:
+                cursor = partition.manager.persistence
+                if not is_last or cursor.seq < high_seq or cursor.is_reading:
                     # What found no room has waited already, and waits no longer.
                     self._dirty_since = dirty_since
                 break
         return writes
 
     def _snapshots(
-        self, partition: Partition, bytes_max: int
+        self, partition: Partition, nbytes: int
     ) -> Iterator[tuple[Chunk | SnapshotEndItem, int]]:
-        """The whole snapshots that a partition has now, until they come to `bytes_max`. Each item
-        with how many snapshots were put together before it could be read."""
+        """The snapshots that a partition has now, for a commit that has `nbytes` already, until it
+        is full. Inside a snapshot it is full with `COMMIT_BYTES_MAX`: the next call then begins
+        with the rest. Each item with how many snapshots were put together before it could be
+        read."""
         cursor = partition.manager.persistence
         high_seq = partition.high_seq
         # To the end of the snapshot that holds `high_seq`. That may be higher: at a checkpoint of
@@ -308,27 +322,36 @@ class Flusher:
             joined_count = partition.manager.join_unwritten()
             snapshot = cursor.next_whole_snapshot()
             if snapshot is not None:
-                bytes_max -= snapshot.nbytes
+                nbytes += snapshot.nbytes
                 yield snapshot, joined_count
                 yield SnapshotEndItem(snapshot.end), 0
-                if bytes_max <= 0:
+                if nbytes >= COMMIT_BYTES:
                     return
                 continue
             item = cursor.next()
             if isinstance(item, Chunk):
-                bytes_max -= item.nbytes
+                nbytes += item.nbytes
                 yield item, 0
+                # Behind its last chunk the end comes at once. The disk notes it with that chunk.
+                if nbytes >= COMMIT_BYTES_MAX and cursor.seq < cursor.entry.end:
+                    return
             elif isinstance(item, SnapshotEndItem):
                 yield item, 0
-                if bytes_max <= 0:
+                if nbytes >= COMMIT_BYTES:
                     return
 
     async def _write(
         self, partition: Partition, chunks: list[Chunk], ends: list[SeqNo]
     ) -> PartitionWrite:
-        through = chunks[-1].end
-        record = record_of(partition, through)
-        answers = await take_answers(partition, through)
+        cursor, last_seq = partition.manager.persistence, chunks[-1].end
+        high = ends[-1] if ends else cursor.committed_seq
+        record = record_of(partition, high)
+        if high < last_seq:
+            history_id, snapshot_end = partition.failover_log.current, cursor.entry.end
+            front = PartialRecord(history_id, high, snapshot_end, last_seq)
+            record = msgspec.structs.replace(record, partial=front)
+        # Those that belong to a snapshot come with its end.
+        answers = await take_answers(partition, high)
         return PartitionWrite(partition.id, record, chunks, answers, ends)
 
     async def _commit_group(self, writes: list[PartitionWrite]) -> None:
@@ -375,8 +398,9 @@ class Flusher:
             self._committed_bytes += sum(chunk.nbytes for chunk in write.chunks)
             self._committed_mutations += sum(chunk.count for chunk in write.chunks)
             partition = self._bucket.partitions[write.partition]
-            # Only after the commit: memory may free what this cursor has passed.
-            partition.manager.persistence.commit(write.record.high)
+            if write.ends:
+                # Only after the commit: memory may free what this cursor has passed.
+                partition.manager.persistence.commit(write.record.high)
             if len(writes) % STEP_PARTITIONS == 0:
                 await trio.lowlevel.checkpoint()
 
