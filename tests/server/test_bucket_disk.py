@@ -28,7 +28,7 @@ from tests.server.test_durability import (
 )
 from upr_protocol.chunk import Chunk, Mutation
 from upr_protocol.errors import Status
-from upr_protocol.ids import SEQ_MAX, Operation, SeqNo
+from upr_protocol.ids import SEQ_MAX, Operation, PartitionState, SeqNo
 from upr_protocol.partition_map import Assignment, PartitionMap
 from upr_protocol.wire import Get, Lease, LeaseAction, Refusal
 from upr_server.app import Server
@@ -46,7 +46,7 @@ from upr_server.storage.calls import (
     StoreCall,
 )
 from upr_server.storage.errors import DiskFullError
-from upr_server.storage.online import flusher
+from upr_server.storage.online import bucket_disk, flusher
 from upr_server.storage.online.backfill import WAIT_FOR_DISK
 from upr_server.storage.online.leases import LAPSED_S
 from upr_server.storage.online.partition_reader import PartitionReader
@@ -394,6 +394,49 @@ async def test_items_that_expire_together_stay_within_the_quota(
             nursery.cancel_scope.cancel()
         assert quota_bytes / 2 < peak <= quota_bytes
         assert partition.high_seq == 2 * count
+
+
+class _CountingLooks(SimulatedStore):
+    """A store that counts how often it is asked for expired items.
+
+    Attributes:
+        look_count: How often.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.look_count = 0
+
+    async def execute(self, call: StoreCall[Any]) -> Any:
+        self.look_count += isinstance(call, FindExpired)
+        return await super().execute(call)
+
+
+async def test_expired_items_that_cannot_be_deleted_cost_a_bounded_look_each_second(
+    autojump_clock: trio.testing.MockClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bucket_disk, "DUE_MAX", 10)
+    monkeypatch.setattr(bucket_disk, "EXPIRED_PASSED_MAX", 50)
+    store = _CountingLooks()
+    async with serving(store, 2) as server:
+        bucket = server.catalog.bucket(BUCKET)
+        disk, (pending, active) = server.catalog.disks[bucket], bucket.partitions
+        pending.mutate(batch_of(batch(0, 300, expiry=1500, nbytes=1)), now=NOW)
+        active.mutate(batch_of(batch(300, 3, expiry=1501, nbytes=1)), now=NOW)
+        await trio.sleep(10)
+        for partition in bucket.partitions:
+            while partition.manager.free_oldest() or partition.eviction.evict(1000):
+                pass
+        # A node that hands over deletes nothing. Those of the other partition expire after these.
+        pending.change_state(PartitionState.PENDING, pending.failover_log)
+        for call_count in range(1, 8):
+            await disk.expire_on_disk(2000.0)
+            assert store.look_count <= 5 * call_count
+        assert (pending.high_seq, active.high_seq) == (300, 6)
+        # What can be deleted is, however much it is.
+        pending.change_state(PartitionState.ACTIVE, pending.failover_log)
+        await disk.expire_on_disk(2000.0)
+        assert (pending.high_seq, active.high_seq) == (600, 6)
 
 
 async def test_deleted_keys_leave_the_memory_of_an_idle_bucket(

@@ -41,6 +41,10 @@ from upr_server.storage.records import LeaseRecord, PartitionRecord
 DUE_MAX: Final = 512
 """Expired items that are read from disk at a time."""
 
+EXPIRED_PASSED_MAX: Final = 16 * 1024
+"""Expired items that one call passes over, about: the disk has them, and they cannot be deleted
+now. Millions may wait, for instance while a partition waits for a failover."""
+
 Answer = TypeVar("Answer")
 
 log = structlog.get_logger(__name__)
@@ -106,6 +110,8 @@ class BucketDisk:
         self.backfill_bytes = 0
         self.rows_left_out = 0
         self.bytes_left_out = 0
+        # Where the next look for expired items goes on; empty for the beginning.
+        self._expired_after = b""
         self._fetches = self._fetched_count = 0
         self._flushed = trio.Event()
         self._flush_error: DiskFullError | None = None
@@ -224,7 +230,8 @@ class BucketDisk:
 
     async def expire_on_disk(self, now: float) -> None:
         """Deletes items that have expired on disk. Deletions stay in memory until they are indexed;
-        so it stops when memory is short, and a later call goes on.
+        so it stops when memory is short, and when it has passed over many items that cannot be
+        deleted now. A later call goes on there, and begins anew behind the last.
 
         Raises:
             StorageError: The disk cannot tell, or the bucket was deleted.
@@ -232,25 +239,41 @@ class BucketDisk:
         partitions = self.bucket.partitions
         if all(partition.state is not PartitionState.ACTIVE for partition in partitions):
             return
-        continuation, has_more = b"", True
-        while has_more and self.bucket.memory_action() is MemoryAction.NOTHING:
-            pins = [(partition.eviction, partition.eviction.pin()) for partition in partitions]
+        passed_count = 0
+        while (
+            passed_count < EXPIRED_PASSED_MAX
+            and self.bucket.memory_action() is MemoryAction.NOTHING
+        ):
             try:
-                items, continuation = await self.store.ask(
-                    FindExpired(self.bucket.name, int(now), continuation, DUE_MAX)
-                )
-                if self.bucket.partitions is not partitions:
-                    # The bucket was deleted meanwhile, and another may have its name.
-                    return
-                for item in items:
-                    partition = partitions[item.partition]
-                    eviction, pin = pins[item.partition]
-                    if eviction.is_index_ready and eviction.is_pinned(pin):
-                        partition.expire_stored(item.key, item.seq, now)
-                has_more = bool(continuation)
-            finally:
-                for eviction, pin in pins:
-                    eviction.unpin(pin)
+                passed_count += await self._expire_some(partitions, now)
+            except StorageError:
+                # Else each later call would begin where the disk cannot be read.
+                self._expired_after = b""
+                raise
+            if not self._expired_after:
+                return
+
+    async def _expire_some(self, partitions: Sequence[Partition], now: float) -> int:
+        """Goes over the next `DUE_MAX` expired items. Returns how many it has passed over."""
+        pins = [(partition.eviction, partition.eviction.pin()) for partition in partitions]
+        deleted_count = 0
+        try:
+            items, self._expired_after = await self.store.ask(
+                FindExpired(self.bucket.name, int(now), self._expired_after, DUE_MAX)
+            )
+            if self.bucket.partitions is not partitions:
+                # The bucket was deleted meanwhile, and another may have its name.
+                self._expired_after = b""
+                return 0
+            for item in items:
+                partition = partitions[item.partition]
+                eviction, pin = pins[item.partition]
+                if eviction.is_index_ready and eviction.is_pinned(pin):
+                    deleted_count += partition.expire_stored(item.key, item.seq, now)
+        finally:
+            for eviction, pin in pins:
+                eviction.unpin(pin)
+        return DUE_MAX - deleted_count
 
     def statistics(self) -> dict[str, object]:
         """Figures; sizes in bytes, times in seconds."""
