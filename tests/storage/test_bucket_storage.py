@@ -72,12 +72,16 @@ def overwrite(bucket: BucketStorage, model: Model, random: Random, count: int = 
 
 
 def tidy(
-    bucket: BucketStorage, *, urgent: bool = False, before_cas: int = NEVER
+    bucket: BucketStorage,
+    *,
+    urgent: bool = False,
+    before_cas: int = NEVER,
+    leases: Sequence[tuple[int, int, int]] = (),
 ) -> list[MaintenanceStep]:
     """Upkeep until there is nothing more to do at once."""
     steps: list[MaintenanceStep] = []
     while not steps or steps[-1].has_more:
-        steps.append(bucket.maintain(urgent=urgent, leases=(), purge_before_cas=before_cas))
+        steps.append(bucket.maintain(urgent=urgent, leases=leases, purge_before_cas=before_cas))
     return steps
 
 
@@ -304,4 +308,50 @@ def test_a_chunk_may_be_larger_than_a_step_of_compaction(
     assert any(usage.purge_seq for usage in bucket._partitions)
     for partition, high in enumerate(model.highs):
         assert bucket.log.chunk_bytes()[partition] == bucket._partitions[partition].chunk_bytes
+        model.check_read(bucket.log, partition, 0, high)
+
+
+def fill(bucket: BucketStorage, model: Model, random: Random) -> None:
+    """Commits until the disk is full."""
+    while True:
+        overwrite(bucket, model, random)
+
+
+@pytest.mark.parametrize(
+    ("is_full", "is_opened_again"), [(False, False), (False, True), (True, False)]
+)
+def test_what_leases_have_protected_is_compacted_once_they_are_released(
+    monkeypatch: pytest.MonkeyPatch, is_full: bool, is_opened_again: bool
+) -> None:
+    """While the disk is full nothing new is superseded that could be a reason to compact it."""
+    log, index = SimulatedDisk(), SimulatedDisk()
+    bucket = new_bucket(log, index)
+    random, model = Random(11), Model(PARTITIONS)
+    if is_full:
+        monkeypatch.setattr(bucket_storage, "GARBAGE_BYTES", 1 << 40)
+    log.bytes_max = COMMIT_RESERVE_BYTES + 2_000_000
+    with pytest.raises(DiskFullError):
+        fill(bucket, model, random)
+    if not is_full:
+        log.bytes_max = 1 << 62
+        overwrite(bucket, model, random)
+    leases = [(partition, 0, high) for partition, high in enumerate(model.highs)]
+    held_leases: list[list[tuple[int, int, int]]] = [leases, leases[1:], []]
+    sizes: list[list[int]] = []
+    for held in held_leases:
+        tidy(bucket, urgent=True, leases=held)
+        step = bucket.maintain(urgent=True, leases=held, purge_before_cas=NEVER)
+        assert step == MaintenanceStep(), "it is not compacted over and over"
+        sizes.append([bucket.log.chunk_bytes()[partition] for partition in range(PARTITIONS)])
+        if is_opened_again:
+            bucket = BucketStorage(log, index)
+            bucket.open()
+    compacted = 2 * KEYS * (VALUE_BYTES + 100)
+    assert [[size < compacted for size in held_sizes] for held_sizes in sizes] == [
+        [False, False],
+        [True, False],
+        [True, True],
+    ]
+    overwrite(bucket, model, random)
+    for partition, high in enumerate(model.highs):
         model.check_read(bucket.log, partition, 0, high)

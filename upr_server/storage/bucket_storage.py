@@ -16,7 +16,7 @@ from upr_server.storage.chunk_log import (
     StoredAnswer,
     StoredBucket,
 )
-from upr_server.storage.compaction import Compaction
+from upr_server.storage.compaction import Compaction, covered_ranges
 from upr_server.storage.errors import CorruptionError, DiskFullError
 from upr_server.storage.key_index import KeyIndex
 from upr_server.storage.ordered_map import OrderedMap
@@ -111,6 +111,8 @@ class _PartitionUsage(msgspec.Struct):
             compaction begins at the oldest chunk, and knows a superseded mutation by the index.
         is_stuck: Whether its index is damaged, and follows its log no further.
         is_refused: Whether one of its records is damaged: then nothing of it is read or written.
+        leased_bytes: What of its garbage compaction has left for leased ranges. It does not count
+            while these are held: else the partition would be compacted over and over.
     """
 
     high: SeqNo
@@ -120,6 +122,7 @@ class _PartitionUsage(msgspec.Struct):
     damage: str = ""
     is_stuck: bool = False
     is_refused: bool = False
+    leased_bytes: dict[tuple[int, int], int] = {}
 
     @property
     def lag(self) -> int:
@@ -128,8 +131,8 @@ class _PartitionUsage(msgspec.Struct):
 
     @property
     def garbage_bytes(self) -> int:
-        """About what superseded mutations take of its chunks."""
-        return self.watermark.garbage_bytes
+        """About what superseded mutations take of its chunks, without those that leases protect."""
+        return max(0, self.watermark.garbage_bytes - sum(self.leased_bytes.values()))
 
 
 class BucketStorage:
@@ -337,7 +340,8 @@ class BucketStorage:
         """
         self._compaction = None
         has_more = self.index.delete_entries(partition, INDEX_DELETE_KEYS)
-        self._partitions[partition].watermark = Watermark()
+        usage = self._partitions[partition]
+        usage.watermark, usage.leased_bytes = Watermark(), {}
         return has_more
 
     # Maintenance.
@@ -358,6 +362,7 @@ class BucketStorage:
         Raises:
             DiskFullError: There is not enough space; nothing has changed.
         """
+        self._count_unleased(leases)
         partition_behind = self._furthest_behind(urgent, keep_unindexed)
         compaction = self._due_compaction()
         broken_leases: Sequence[int] = ()
@@ -395,6 +400,25 @@ class BucketStorage:
             usage.is_stuck,
             [self._index_progress(index) for index in other_partitions],
         )
+
+    def _count_unleased(self, leases: Sequence[tuple[int, int, int]]) -> None:
+        """Counts as garbage again what compaction has left for ranges that are leased no more."""
+        usages = {
+            partition: usage
+            for partition, usage in enumerate(self._partitions)
+            if usage.leased_bytes
+        }
+        if not usages:
+            return
+        ranges: dict[int, list[tuple[int, int]]] = {partition: [] for partition in usages}
+        for partition, start, end in leases:
+            if partition in ranges:
+                ranges[partition].append((start, end))
+        for partition, usage in usages.items():
+            covered = covered_ranges(usage.leased_bytes, ranges[partition])
+            usage.leased_bytes = {
+                leased_range: usage.leased_bytes[leased_range] for leased_range in covered
+            }
 
     def _index_progress(self, partition: int) -> IndexProgress:
         mark = self._partitions[partition].watermark
@@ -482,7 +506,7 @@ class BucketStorage:
                 if garbage > share * (usage.chunk_bytes - garbage) + allowance_bytes:
                     through = usage.watermark.seq
                     self._compaction = Compaction(self.log, self.index, partition, through)
-                    self._garbage_at_start = garbage
+                    self._garbage_at_start = usage.watermark.garbage_bytes
                     break
         return self._compaction
 
@@ -503,8 +527,10 @@ class BucketStorage:
         usage.purge_seq = step.purge_seq
         if step.is_done:
             # What was superseded while it ran may be left, and counts. What leases protected is
-            # left, too, but does not count: else the partition would be compacted over and over.
-            garbage_bytes = max(0, usage.garbage_bytes - self._garbage_at_start)
+            # left, too, and counts once they are released.
+            new_bytes = max(0, usage.watermark.garbage_bytes - self._garbage_at_start)
+            usage.leased_bytes = dict(compaction.left_bytes)
+            garbage_bytes = new_bytes + sum(usage.leased_bytes.values())
             usage.watermark = msgspec.structs.replace(usage.watermark, garbage_bytes=garbage_bytes)
             self._compaction = None
             self._compactions += 1
@@ -513,7 +539,7 @@ class BucketStorage:
             # here. Stale index entries of purged tombstones do no harm: they say "deleted".
             try:
                 self.index.apply_compaction(
-                    compaction.partition, step.purged_tombstones, usage.garbage_bytes
+                    compaction.partition, step.purged_tombstones, usage.watermark.garbage_bytes
                 )
             except DiskFullError:
                 pass

@@ -15,7 +15,8 @@ end at the partition's high number.
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from typing import Final
 
 import msgspec
@@ -29,6 +30,7 @@ from upr_server.storage.records import (
     CHUNK_HEAD,
     FLOOR,
     PURGE,
+    SEQS_END,
     KeyIndexEntry,
     LeaseRecord,
     chunk_head,
@@ -77,6 +79,12 @@ class Compaction:
         index: The bucket's index.
         partition: The partition.
         through: Where it ends: not above the index's watermark.
+
+    Attributes:
+        partition: The partition.
+        through: Where it ends.
+        seq: How far it has come.
+        left_bytes: About how many bytes of superseded mutations each leased range made it leave.
     """
 
     def __init__(self, log: ChunkLog, index: KeyIndex, partition: int, through: SeqNo) -> None:
@@ -86,6 +94,7 @@ class Compaction:
         self.partition = partition
         self.through = through
         self.seq = SeqNo(0)
+        self.left_bytes: Counter[tuple[int, int]] = Counter()
 
     def step(
         self,
@@ -115,9 +124,10 @@ class Compaction:
         rewrite = _Rewrite()
         leased_ranges = _merged(leases)
         dropped_seqs: list[int] = []
+        left_bytes: Counter[tuple[int, int]] = Counter()
         purged_tombstones: list[tuple[bytes, int]] = []
         for chunk in chunks:
-            entries = self._index.entries(partition, chunk.keys())
+            entries = list(self._index.entries(partition, chunk.keys()))
             seqs = chunk.seqs.tolist()
             keep = bytearray(
                 _is_kept(seq, entry, leased_ranges)
@@ -125,6 +135,8 @@ class Compaction:
             )
             if not self._has_left_superseded:
                 purged_tombstones += _purge(chunk, keep, purge_before_cas, high)
+            if leased_ranges:
+                left_bytes.update(_left_bytes(chunk, entries, keep, leased_ranges))
             if lapsed_leases:
                 dropped_seqs += [
                     seq for seq, is_kept in zip(seqs, keep, strict=True) if not is_kept
@@ -137,6 +149,8 @@ class Compaction:
         purge_seq, grown_bytes = self._replace(
             replaced_chunks, new_chunks, purged_tombstones, broken_leases
         )
+        # Not before: a step that finds no room is repeated.
+        self.left_bytes.update(left_bytes)
         if chunks:
             self.seq = chunks[-1].end
         return CompactionStep(
@@ -190,6 +204,17 @@ class Compaction:
         return purge_seq, grown_bytes
 
 
+def covered_ranges(ranges: Iterable[tuple[int, int]], by: SeqRanges) -> set[tuple[int, int]]:
+    """Those of these ranges of which all numbers lie in the ranges `by`."""
+    merged_ranges = _merged(by)
+    covered: set[tuple[int, int]] = set()
+    for start, end in ranges:
+        position = bisect_right(merged_ranges, (start, SEQS_END)) - 1
+        if position >= 0 and end <= merged_ranges[position][1]:
+            covered.add((start, end))
+    return covered
+
+
 def _merged(ranges: SeqRanges) -> list[tuple[int, int]]:
     """The same numbers, in rising ranges that do not touch each other."""
     merged_ranges: list[tuple[int, int]] = []
@@ -207,6 +232,22 @@ def _is_kept(seq: int, entry: KeyIndexEntry | None, leased_ranges: list[tuple[in
         return True
     position = bisect_left(leased_ranges, (seq,)) - 1
     return position >= 0 and seq <= leased_ranges[position][1]
+
+
+def _left_bytes(
+    chunk: Chunk,
+    entries: Sequence[KeyIndexEntry | None],
+    keep: bytearray,
+    leased_ranges: list[tuple[int, int]],
+) -> dict[tuple[int, int], int]:
+    """About how many bytes of a chunk are superseded and kept for each leased range."""
+    counts: Counter[tuple[int, int]] = Counter()
+    for seq, entry, is_kept in zip(chunk.seqs.tolist(), entries, keep, strict=True):
+        if is_kept and (entry is None or entry.seq != seq):
+            counts[leased_ranges[bisect_left(leased_ranges, (seq,)) - 1]] += 1
+    return {
+        leased_range: chunk.nbytes * count // chunk.count for leased_range, count in counts.items()
+    }
 
 
 def _covers_any(lease: LeaseRecord, partition: int, seqs: list[int]) -> bool:
