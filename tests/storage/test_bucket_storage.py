@@ -113,6 +113,36 @@ def test_disk_use_is_bounded_under_steady_overwrites(bucket: BucketStorage) -> N
         model.check_read(bucket.log, index, 0, high)
 
 
+@pytest.mark.parametrize("is_opened_again", [False, True])
+def test_disk_use_is_bounded_where_items_are_deleted(
+    bucket: BucketStorage, is_opened_again: bool
+) -> None:
+    """A deletion is small, and what it supersedes is not: as many keys are set, and then deleted,
+    again and again."""
+    model, count, value_bytes = Model(PARTITIONS), 20, 4_000
+    in_log: list[int] = []
+    for cycle in range(8):
+        for operation in (Operation.SET, Operation.DELETE):
+            for first in range(cycle * 400, (cycle + 1) * 400, count):
+                high = model.highs[0]
+                rows = [
+                    row(operation, b"key %d" % (first + index), seq, seq, size=value_bytes)
+                    for index, seq in enumerate(range(high + 1, high + 1 + count))
+                ]
+                chunk = chunk_of(rows, high, high + count)
+                write = PartitionWrite(0, record_of(high + count), [chunk])
+                bucket.commit([write])
+                model.take([write])
+            tidy(bucket, urgent=True, before_cas=model.highs[0] - 500)
+            in_log.append(bucket.log.chunk_bytes()[0])
+            if is_opened_again:
+                # What the items take is estimated anew.
+                bucket = BucketStorage(bucket.log.ordered_map, bucket.index.ordered_map)
+                bucket.open()
+    assert max(in_log) < 1.5 * 400 * (value_bytes + 100) + GARBAGE_BYTES
+    model.check_read(bucket.log, 0, 0, model.highs[0])
+
+
 def test_there_is_nothing_to_do_in_a_bucket_that_is_indexed_and_not_wasteful(
     bucket: BucketStorage,
 ) -> None:

@@ -203,6 +203,10 @@ class BucketStorage:
                     f"partition {partition_id} has damaged changes at or below "
                     f"{usage.watermark.damaged_through}"
                 )
+            live_bytes = max(0, usage.chunk_bytes - usage.watermark.garbage_bytes)
+            self.index.set_live_bytes(
+                partition_id, live_bytes * usage.watermark.seq // max(usage.high, 1)
+            )
             # A crash may have interrupted a truncation to 0 after the first entries went.
             while not usage.watermark.seq and self.index.has_entries(partition_id):
                 self.index.delete_entries(partition_id, INDEX_DELETE_KEYS)

@@ -55,6 +55,9 @@ CHUNK_BYTES: Final = 128
 """About what a chunk takes on disk beside its mutations. It counts as garbage, so that partitions
 of many small chunks are compacted, too."""
 
+TOMBSTONE_BYTES: Final = 64
+"""About what a deletion takes on disk."""
+
 
 class ExpiredItem(msgspec.Struct, frozen=True):
     """An item that has expired, and is not deleted yet.
@@ -93,6 +96,8 @@ class KeyIndex:
         self._log = log
         # Those of which most keys were known when some were last indexed.
         self._partitions_of_known_keys: set[int] = set()
+        # About what the items of each partition take in the log, as far as the index has come.
+        self._live_bytes: dict[int, int] = {}
 
     def watermark(self, partition: int) -> Watermark:
         """How far the index has followed the log of a partition.
@@ -102,6 +107,11 @@ class KeyIndex:
         """
         with self.ordered_map.read() as transaction:
             return _watermark(transaction, partition)
+
+    def set_live_bytes(self, partition: int, nbytes: int) -> None:
+        """Tells about what the items of a partition take in the log, of which the index knows.
+        Without it, those count that it takes in from now on."""
+        self._live_bytes[partition] = nbytes
 
     # Following the log.
 
@@ -155,15 +165,22 @@ class KeyIndex:
         if not parts:
             return {}
         marks: dict[int, Watermark] = {}
+        live_bytes: dict[int, int] = {}
         with self.ordered_map.write() as transaction:
             for part in parts:
                 expects_new = part.partition not in self._partitions_of_known_keys
-                mark, known_share = _put_entries(transaction, part, expects_new=expects_new)
+                mark, known_share, live_bytes[part.partition] = _put_entries(
+                    transaction,
+                    part,
+                    expects_new=expects_new,
+                    live_bytes=self._live_bytes.get(part.partition, 0),
+                )
                 marks[part.partition] = mark
                 if known_share > 0.5:
                     self._partitions_of_known_keys.add(part.partition)
                 else:
                     self._partitions_of_known_keys.discard(part.partition)
+        self._live_bytes.update(live_bytes)
         return marks
 
     def _read_log(self, partition: int, mutations_max: int, through: SeqNo) -> _LogPart | None:
@@ -237,6 +254,7 @@ class KeyIndex:
                     continue
                 if entry.expiry:
                     transaction.delete(expiry_key(entry.expiry, partition, entry.seq))
+        self._live_bytes.pop(partition, None)
         return len(items) == keys_max
 
     def apply_compaction(
@@ -479,43 +497,54 @@ def _put_watermark(transaction: WriteTransaction, partition: int, mark: Watermar
     transaction.put(key, pack_record(key, mark))
 
 
-def _garbage_bytes(chunks: Sequence[Chunk], new_keys: int) -> int:
-    """About how many bytes become garbage when the index takes these chunks in: each of their
-    mutations supersedes one, except the first of each new key. All mutations count as if they were
-    of one size; and each chunk's own overhead is added."""
+def _item_bytes(chunks: Sequence[Chunk]) -> int:
+    """About what a mutation in these chunks takes that sets an item."""
     count = sum(chunk.count for chunk in chunks)
-    superseded_bytes = sum(chunk.nbytes for chunk in chunks) * (count - new_keys) // max(count, 1)
-    return superseded_bytes + CHUNK_BYTES * len(chunks)
+    set_count = sum(chunk.operations.tobytes().count(Operation.SET) for chunk in chunks)
+    set_bytes = sum(chunk.nbytes for chunk in chunks) - TOMBSTONE_BYTES * (count - set_count)
+    return max(0, set_bytes) // max(set_count, 1)
 
 
 def _put_entries(
-    transaction: WriteTransaction, part: _LogPart, *, expects_new: bool
-) -> tuple[Watermark, float]:
+    transaction: WriteTransaction, part: _LogPart, *, expects_new: bool, live_bytes: int
+) -> tuple[Watermark, float, int]:
     """Indexes a part of a partition's log.
 
     Args:
         transaction: Where to put the entries.
         part: The part.
         expects_new: Whether most of its keys are likely to be new to the index.
+        live_bytes: About what the items at the watermark take in the log.
 
     Returns:
-        The new watermark, and the share of the keys that the index knew.
+        The new watermark, the share of the keys that the index knew, and about what the items take
+        in the log then.
     """
     partition, mark, chunks = part
     entries, new_items, may_expire = _entries(partition, chunks)
-    items = mark.item_count + new_items
     replaced = _replaced_entries(transaction, entries, expects_new=expects_new)
+    replaced_items = 0
     for key, old_value in replaced:
         old_entry = KeyIndexEntry.parse(key, old_value)
-        items -= not old_entry.is_tombstone
+        replaced_items += not old_entry.is_tombstone
         if old_entry.expiry:
             transaction.delete(expiry_key(old_entry.expiry, partition, old_entry.seq))
     if may_expire:
         transaction.put_all(_expiring(partition, entries))
-    garbage_bytes = mark.garbage_bytes + _garbage_bytes(chunks, len(entries) - len(replaced))
+    item_bytes = _item_bytes(chunks)
+    # What is superseded may be much larger than what supersedes it, as a deletion is small.
+    replaced_bytes = min(live_bytes, replaced_items * live_bytes // max(mark.item_count, 1))
+    garbage_bytes = mark.garbage_bytes + replaced_bytes
+    garbage_bytes += TOMBSTONE_BYTES * (len(replaced) - replaced_items)
+    # Some are superseded by others of this part.
+    newest_bytes = new_items * item_bytes + TOMBSTONE_BYTES * (len(entries) - new_items)
+    garbage_bytes += max(0, sum(chunk.nbytes for chunk in chunks) - newest_bytes)
+    garbage_bytes += CHUNK_BYTES * len(chunks)
+    live_bytes += new_items * item_bytes - replaced_bytes
+    items = mark.item_count + new_items - replaced_items
     mark = Watermark(chunks[-1].end, items, garbage_bytes, mark.damaged_through)
     _put_watermark(transaction, partition, mark)
-    return mark, len(replaced) / max(len(entries), 1)
+    return mark, len(replaced) / max(len(entries), 1), live_bytes
 
 
 def _replaced_entries(
