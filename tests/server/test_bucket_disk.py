@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any, Final
 
 import pytest
+import structlog.testing
 import trio
 import trio.testing
 
@@ -45,7 +46,12 @@ from upr_server.storage.calls import (
     ReadChunks,
     StoreCall,
 )
-from upr_server.storage.errors import DiskFullError
+from upr_server.storage.errors import (
+    CorruptionError,
+    DataDirectoryError,
+    DiskFullError,
+    StorageError,
+)
 from upr_server.storage.online import bucket_disk, flusher
 from upr_server.storage.online.backfill import WAIT_FOR_DISK
 from upr_server.storage.online.leases import LAPSED_S
@@ -437,6 +443,42 @@ async def test_expired_items_that_cannot_be_deleted_cost_a_bounded_look_each_sec
         pending.change_state(PartitionState.ACTIVE, pending.failover_log)
         await disk.expire_on_disk(2000.0)
         assert (pending.high_seq, active.high_seq) == (600, 6)
+
+
+class _FailingLooks(SimulatedStore):
+    """A store that cannot tell which items have expired.
+
+    Attributes:
+        error: Why not; None if it can.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.error: StorageError | None = None
+
+    async def execute(self, call: StoreCall[Any]) -> Any:
+        if isinstance(call, FindExpired) and self.error is not None:
+            raise self.error
+        return await super().execute(call)
+
+
+async def test_a_disk_that_cannot_tell_what_has_expired_is_logged_once(
+    autojump_clock: trio.testing.MockClock,
+) -> None:
+    store = _FailingLooks()
+    damage, trouble = CorruptionError("a bad page"), DataDirectoryError("no addresses are left")
+    async with serving(store, 1) as server, trio.open_nursery() as nursery:
+        with structlog.testing.capture_logs() as lines:
+            nursery.start_soon(server.upkeep.run_expiring)
+            for error in (damage, trouble, None, trouble):
+                store.error = error
+                await trio.sleep(5)
+        nursery.cancel_scope.cancel()
+    assert [(line["event"], line["error"]) for line in lines if "error" in line] == [
+        ("damaged record", "a bad page"),
+        ("expired items cannot be read", "no addresses are left"),
+        ("expired items cannot be read", "no addresses are left"),
+    ]
 
 
 async def test_deleted_keys_leave_the_memory_of_an_idle_bucket(

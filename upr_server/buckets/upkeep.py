@@ -62,6 +62,8 @@ class Upkeep:
         self._memory_counts: list[Callable[[], Iterator[int]]] = []
         self._heap_trimmer = HeapTrimmer()
         self._forgets_refusals_at = -math.inf
+        # Why the disk could not tell which items have expired, when last asked.
+        self._expiry_errors: dict[Bucket, str] = {}
         self.count_memory(lambda: sums_in_steps(self._disks, lambda bucket: bucket.memory.total))
 
     def add_bucket(self, disk: BucketDisk) -> None:
@@ -73,6 +75,7 @@ class Upkeep:
         self._disks.pop(bucket, None)
         self._collapsible.pop(bucket, None)
         self._short.pop(bucket, None)
+        self._expiry_errors.pop(bucket, None)
 
     def count_memory(self, count: Callable[[], Iterator[int]]) -> None:
         """Has freed memory returned to the system when much more is resident than is in use.
@@ -197,13 +200,23 @@ class Upkeep:
         for disk in list(self._disks.values()):
             try:
                 await disk.expire_on_disk(now)
-            except CorruptionError as error:
-                log.error("damaged record", bucket=disk.bucket.name, error=str(error))
-            except StorageError:
-                # The bucket was deleted meanwhile, or the store fails, and all of it ends.
-                pass
+                self._expiry_errors.pop(disk.bucket, None)
+            except StorageError as error:
+                self._note_expiry_error(disk, error)
             if disk.bucket.memory_action() is not MemoryAction.NOTHING:
                 self.request_relief(disk.bucket)
+
+    def _note_expiry_error(self, disk: BucketDisk, error: StorageError) -> None:
+        """Logs an error once: a second later it is mostly the same."""
+        bucket, text = disk.bucket, str(error)
+        # A bucket that was deleted meanwhile needs nothing, and if the store fails all of it ends.
+        if bucket not in self._disks or disk.store.failed.is_set():
+            return
+        if self._expiry_errors.get(bucket) != text:
+            self._expiry_errors[bucket] = text
+            is_damage = isinstance(error, CorruptionError)
+            event = "damaged record" if is_damage else "expired items cannot be read"
+            log.error(event, bucket=bucket.name, error=text)
 
     async def _return_memory(self) -> None:
         bytes_in_use = 0
