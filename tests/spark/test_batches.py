@@ -290,6 +290,12 @@ MOMENT = dt.datetime(2024, 1, 31, 12, 0, 0, 5, dt.UTC)
             ['["a\\"\\\\\\n\\u0001ä"]'.encode(), None],
         ),
         ([{}, None], pa.struct([]), [b"{}", None]),
+        # Where Spark's own texts are others.
+        ([1e23, 5e-324], pa.float64(), [b"1.0E23", b"5.0E-324"]),
+        ([[Decimal("1e-8")]], pa.list_(pa.decimal128(10, 8)), [b"[0.00000001]"]),
+        ([["\x1f"]], pa.list_(pa.string()), [b'["\\u001f"]']),
+        ([[(dt.date(2024, 1, 31), 1)]], pa.map_(pa.date32(), pa.int8()), [b'{"2024-01-31":1}']),
+        ([dt.date(9999, 12, 31)], pa.date32(), [b"9999-12-31"]),
     ],
 )
 def test_the_text_of_each_type(

@@ -1,4 +1,4 @@
-"""Keys and values out of the columns of a DataFrame.
+r"""Keys and values out of the columns of a DataFrame.
 
 Each type has one text, so that a key is the same whoever writes it. It is the text that Spark's
 `CAST(... AS STRING)` and `to_json` write, but for times, which lose nothing here:
@@ -17,6 +17,16 @@ Each type has one text, so that a key is the same whoever writes it. It is the t
 
 In JSON, binary is base64, and `"NaN"`, `"Infinity"` and `"-Infinity"` are strings. Other types have
 no text, as VARIANT and intervals.
+
+A few texts are others than Spark's. Keys have been written with them, so they stay:
+
+- Java before 19 writes some floats with more digits than they need: `9.999999999999999E22` is
+  `1.0E23` here.
+- `to_json` writes small decimals with an exponent, `1E-8`, and here they have all their places.
+- `to_json` escapes control characters in capitals, `\u001F`; here it is `\u001f`.
+- Keys of maps in JSON are the texts of their type. Spark has no text for some, as a date is its
+  number of days there.
+- A date after the year 9999 has no plus.
 
 All texts are made a column at a time: 17 columns as an object cost some 3 µs a row.
 """
