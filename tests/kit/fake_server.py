@@ -12,7 +12,7 @@ import attrs
 import trio
 
 from tests.kit.fake_partition import FakePartition
-from upr_protocol.chunk import Chunk, ChunkBuilder
+from upr_protocol.chunk import BundleRun, Chunk, ChunkBuilder
 from upr_protocol.errors import RemoteProtocolError, Status
 from upr_protocol.failover import FailoverLog, Retry, RollBack, decide_start
 from upr_protocol.hashing import partition_of
@@ -119,6 +119,8 @@ class FakeServer:
         self.name = ""
         self.map: PartitionMap | None = None
         """The partition map that it has; None: it holds the bucket alone."""
+        self.refused_counters: dict[tuple[PartitionId, bytes], int] = {}
+        """By partition and writer the run that was refused last."""
         self.peers: list[FakeServer] = [self]
         """Those that have the same partitions."""
 
@@ -464,7 +466,7 @@ class FakeConnection:
         failures: list[tuple[int, int]] = []
         counters: list[tuple[int, int]] = []
         for low, run, chunk in zip(bundle.bounds, bundle.runs, bundle.run_chunks(), strict=False):
-            refusal = self._misdirection(run.partition, PartitionState.ACTIVE)
+            refusal = self._refusal(message.writer, run)
             if refusal is not None:
                 results.append(RunResult(run.partition, refusal))
                 continue
@@ -486,6 +488,18 @@ class FakeConnection:
         )
         if server.pays:
             self.session.send(Credit(sum(map(len, message.frame_buffers()))))
+
+    def _refusal(self, writer: bytes, run: BundleRun) -> Status | None:
+        """Why a run is refused for a passing reason. So is one behind a refused run, which it would
+        overtake, until its publisher sends that again."""
+        refused_counters, name = self._server.refused_counters, (run.partition, writer)
+        refusal = self._misdirection(run.partition, PartitionState.ACTIVE)
+        if refusal is None and run.counter > refused_counters.get(name, run.counter):
+            refusal = Status.TEMPORARY_FAILURE
+        refused_counters.pop(name, None)
+        if refusal is not None and any(writer):
+            refused_counters[name] = run.counter
+        return refusal
 
     def _on_replicaack(self, message: ReplicaAck) -> None:
         self._server.reports.append(message)

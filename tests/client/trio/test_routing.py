@@ -10,7 +10,7 @@ from contextlib import asynccontextmanager
 import pytest
 import trio
 import trio.testing
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from trio.testing import MockClock
 
@@ -643,6 +643,19 @@ STEPS = st.lists(
 
 @settings(max_examples=60, deadline=None)
 @given(steps=STEPS, seed=st.integers(0, 1 << 20))
+# `c` refuses a run, is active again, and is sent the next run before the refused one.
+@example(
+    steps=[
+        ("move", 0, "a"),
+        ("stale", 5, "a"),
+        ("stale", 0, "a"),
+        ("up", 0, "a"),
+        ("move", 0, "a"),
+        ("move", 5, "c"),
+        *[("move", 0, "a")] * 6,
+    ],
+    seed=1 << 20,
+)
 def test_nothing_is_lost_and_nothing_is_done_twice(
     steps: list[tuple[str, int, str]], seed: int
 ) -> None:
