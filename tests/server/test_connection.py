@@ -90,7 +90,7 @@ from upr_server.net.credit import CREDIT_BYTES_MIN
 from upr_server.net.frame_budget import BUDGET_BYTES, FRAME_TIMEOUT_S, UnfinishedFrame
 from upr_server.net.handlers.streams import SLICE_PARTITIONS
 from upr_server.net.server import CONNECTIONS_TOLD_MAX
-from upr_server.net.streamer import ANSWER_OVERHEAD_BYTES, STEP_STREAMS
+from upr_server.net.streamer import ANSWER_OVERHEAD_BYTES, ANSWERS_BYTES, STEP_STREAMS
 from upr_server.runtime import System
 from upr_server.storage.api import Store
 from upr_server.storage.online.flusher import STEP_ANSWERS
@@ -589,6 +589,30 @@ async def test_many_answers_to_publishers_are_sent_in_steps(is_whole: bool) -> N
         assert isinstance(received[-1], PartitionSnapshot if is_whole else PartitionEnd)
         answer_bytes = ANSWER_OVERHEAD_BYTES + len(b"answer")
         assert largest_sending.nbytes < 2 * STEP_ANSWERS * answer_bytes
+
+
+async def test_large_answers_to_publishers_are_sent_in_small_messages() -> None:
+    """A replica reads each message in one step, at 10 µs for each KiB of answers to increments."""
+    server, answer = make_server(node="a"), bytes(8 * 1024)
+    async with connected(server, identity="replica:r") as peer:
+        nodes = {"a": "127.0.0.1:1", "r": "127.0.0.1:2"}
+        assignments = (Assignment("a", {"r": ""}),)
+        partition_map = PartitionMap(bucket="b", revision=1, nodes=nodes, partitions=assignments)
+        await server.partition_maps.set_map(0, partition_map.encode())
+        await peer.open()
+        answers = server.catalog.bucket("b").partitions[P0].repeated_batches.answers
+        count = 2 * ANSWERS_BYTES // len(answer)
+        for number in range(1, count + 1):
+            answers.remember(WriterToken(number.to_bytes(16), 1), answer, SeqNo(0))
+        assert (await peer.ask(with_answers=True)).status == Status.OK
+        await peer.say(Go())
+        await peer.say(Mutate(Bundle.of_one_run(P0, sets(b"k")), opaque=peer.opaque()))
+        row_counts: list[int] = []
+        while sum(row_counts) < count:
+            message = await peer.hear(Message)
+            if isinstance(message, PartitionAnswers):
+                row_counts.append(len(message.rows))
+        assert max(row_counts) * len(answer) <= ANSWERS_BYTES
 
 
 async def test_a_stream_with_an_end_ends_at_that_snapshot() -> None:

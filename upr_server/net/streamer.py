@@ -38,6 +38,10 @@ DISK_BATCH_BYTES: Final = 256 * 1024
 """`BATCH_BYTES` for chunks that were read from disk. Each connection has its own copy of them, so
 this bounds the memory of a connection."""
 
+ANSWERS_BYTES: Final = 256 * 1024
+"""Bytes of answers to publishers in a message, about. A replica reads it in one step, and a MiB of
+answers to increments costs it 10 ms."""
+
 ITEM_BYTES: Final = 8 * 1024
 """What it costs to put an item into the session, as bytes beside its own: 20 µs and more, as a
 snapshot is closed and encoded for its first reader. A consumer of 1,024 partitions, all of which
@@ -475,7 +479,7 @@ class Streamer:
         """Sends `STEP_ANSWERS` of the answers at most, and behind the last one the end."""
         first, nbytes = unsent_end.sent_count, 0
         step_end = min(first + STEP_ANSWERS, len(unsent_end.answers))
-        while unsent_end.sent_count < step_end and nbytes < BATCH_BYTES:
+        while unsent_end.sent_count < step_end and nbytes < ANSWERS_BYTES:
             nbytes += len(unsent_end.answers[unsent_end.sent_count][3]) + ANSWER_OVERHEAD_BYTES
             unsent_end.sent_count += 1
         rows = tuple(unsent_end.answers[first : unsent_end.sent_count])
