@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import cast
+
 import pytest
 import trio
 from trio.testing import MockClock
@@ -16,6 +19,7 @@ from upr_protocol.wire import GetMap, Message
 from upr_server.net import HANDLERS
 from upr_server.replication.map_exchange import MAPS_TOLD_AT_ONCE, MapExchange
 from upr_server.replication.node_connections import ASK_TIMEOUT_S, NodeConnections
+from upr_server.replication.partition_maps import PartitionMaps
 from upr_server.runtime import System
 from upr_server.storage.simulated import SimulatedDirectory, SimulatedStore
 
@@ -249,3 +253,17 @@ async def test_a_map_with_an_address_that_is_none_is_refused(
         assert refusal.value.status is Status.BAD_ARGUMENT
         await trio.sleep(10.0)
         assert not server.partition_maps.revision("b")
+
+
+def test_each_node_is_named_once_however_many_buckets_it_shares() -> None:
+    """To make an address takes some microseconds, and a node has hundreds of buckets."""
+    nodes = {"b": "b:12000", "c": "c:12000"}
+    maps = [
+        PartitionMap(bucket=bucket, revision=1, nodes=nodes, partitions=(Assignment("b"),))
+        for bucket in ("d", "e", "f")
+    ]
+    partition_maps = SimpleNamespace(
+        all_maps=lambda: maps, other_nodes=lambda _bucket: nodes, system=System()
+    )
+    exchange = MapExchange(cast("PartitionMaps", partition_maps))
+    assert list(exchange._other_nodes()) == [Address("b", 12000), Address("c", 12000)]

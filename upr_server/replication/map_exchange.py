@@ -4,7 +4,7 @@ and tells its own map to a node that has lost it."""
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable
 from typing import Final
 
 import structlog
@@ -73,10 +73,14 @@ class MapExchange:
     def _address(self, host_port: str, bucket: str) -> Address:
         return Address.of_bucket(host_port, bucket, self._partition_maps.system.security)
 
-    def _other_nodes(self) -> Iterator[Address]:
-        for partition_map in self._partition_maps.all_maps():
-            for host_port in self._partition_maps.other_nodes(partition_map.bucket).values():
-                yield self._address(host_port, partition_map.bucket)
+    def _other_nodes(self) -> list[Address]:
+        # Each node's once: to make one takes some microseconds, and many buckets share the nodes.
+        host_ports = dict.fromkeys(
+            host_port
+            for partition_map in self._partition_maps.all_maps()
+            for host_port in self._partition_maps.other_nodes(partition_map.bucket).values()
+        )
+        return [self._address(host_port, "") for host_port in host_ports]
 
     async def _ask_next(self, connections: NodeConnections, bucket: str) -> None:
         """Asks the next of the bucket's other nodes, and adopts its map if that is newer."""

@@ -61,12 +61,15 @@ class UserExchange:
 
     def _other_nodes(self) -> list[Address]:
         partition_maps = self._partition_maps
-        addresses = {
-            Address.of_bucket(host_port, "", partition_maps.system.security): None
+        # In an order that is the same in every run; each once, as many buckets share the nodes.
+        host_ports = dict.fromkeys(
+            host_port
             for partition_map in partition_maps.all_maps()
             for host_port in partition_maps.other_nodes(partition_map.bucket).values()
-        }
-        return list(addresses)
+        )
+        security = partition_maps.system.security
+        addresses = (Address.of_bucket(host_port, "", security) for host_port in host_ports)
+        return list(dict.fromkeys(addresses))
 
     async def _ask(self, connections: NodeConnections, address: Address) -> None:
         """Asks one node, and takes its users if they count for more."""

@@ -14,7 +14,7 @@ failover.
 
 from __future__ import annotations
 
-from collections.abc import Container
+from collections.abc import Container, Generator
 
 from upr_protocol.address import Address
 from upr_protocol.errors import RemoteProtocolError
@@ -29,10 +29,27 @@ def partition_map_of(reply: MapReply, bucket: str) -> PartitionMap | None:
     Raises:
         RemoteProtocolError: The answer is not a valid map, or is the map of another bucket.
     """
+    steps = partition_map_in_steps(reply, bucket)
+    while True:
+        try:
+            next(steps)
+        except StopIteration as end:
+            partition_map: PartitionMap | None = end.value
+            return partition_map
+
+
+def partition_map_in_steps(
+    reply: MapReply, bucket: str
+) -> Generator[None, None, PartitionMap | None]:
+    """The same, in steps between which others may have their turn.
+
+    Raises:
+        RemoteProtocolError: The answer is not a valid map, or is the map of another bucket.
+    """
     if not reply.revision:
         return None
     try:
-        partition_map = PartitionMap.decode(reply.document)
+        partition_map = yield from PartitionMap.decode_in_steps(reply.document)
     except PartitionMapError as error:
         raise RemoteProtocolError(str(error)) from error
     if partition_map.bucket != bucket:

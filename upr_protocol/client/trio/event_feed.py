@@ -28,7 +28,7 @@ from upr_protocol.bucket_event import (
 from upr_protocol.client.core import calls
 from upr_protocol.client.core.retry import RETRY_TIMEOUT_S_DEFAULT, RetryState
 from upr_protocol.client.trio.connection import ConnectOptions, TrioOptions, open_connection
-from upr_protocol.client.trio.node_client import status_call
+from upr_protocol.client.trio.node_client import map_call, node_status
 from upr_protocol.client.trio.request_channel import RequestChannel
 from upr_protocol.concurrency import Notifier, background_nursery
 from upr_protocol.errors import ClosedError, ServerError, UprError
@@ -191,7 +191,8 @@ class EventFeed:
         for bucket in await channel.ask(calls.list_buckets()):
             if self._event_filter.kinds_of(bucket.name):
                 with suppress(ServerError):  # the bucket was deleted meanwhile
-                    status = await channel.ask(status_call(bucket.name))
+                    reply = await channel.ask(map_call(bucket.name))
+                    status = await node_status(reply, bucket.name)
                     node = status.node
                     if status.map is not None:
                         addresses |= status.map.nodes
