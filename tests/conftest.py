@@ -18,6 +18,7 @@ from hypothesis import HealthCheck, settings
 from tests.kit import patience, refusals
 from tests.kit.certificates import Certificates
 from tests.kit.effort import effort
+from tests.kit.longest_step import runs_again_if_long
 from tests.kit.scheduler import seeded_scheduler
 from upr_server.net.request_context import RequestContext
 
@@ -74,6 +75,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         item.add_marker(pytest.mark.xdist_group("spark" if shares_spark else str(path)))
         if isinstance(item, pytest.Function) and CLOCKS & set(item.fixturenames):
             item.add_marker(pytest.mark.trio(run=partial(_run_on_clock, item)), append=False)
+        # pytest-trio marks each test of its own, which counts more than the mark of a module.
+        if runs_again_if_long.mark in item.iter_markers("trio"):
+            item.add_marker(runs_again_if_long, append=False)
 
     def place(item: pytest.Item) -> int:
         if "spark" in getattr(item, "fixturenames", ()):
