@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 from collections.abc import Generator, Iterable, Mapping
 from ipaddress import IPv6Address
-from typing import Any, Final, TypeVar
+from typing import Any, Final
 from unicodedata import normalize
 
 import msgspec
@@ -24,8 +24,7 @@ from upr_protocol.limits import (
     PARTITIONS_MAX,
     REPLICAS_MAX,
 )
-
-T = TypeVar("T")
+from upr_protocol.steps import result_of
 
 NODE_NAME: Final = re.compile(r"[A-Za-z0-9._-]{1,100}")
 
@@ -211,7 +210,7 @@ class PartitionMap(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
         The numbers of a history point are decimal text there: they need 64 bits, and many readers
         of JSON have 53.
         """
-        return _result_of(self.encode_in_steps())
+        return result_of(self.encode_in_steps())
 
     def encode_in_steps(self) -> Generator[None, None, str]:
         """The same, in steps between which others may have their turn."""
@@ -235,7 +234,7 @@ class PartitionMap(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
         Raises:
             PartitionMapError: The document is not a valid map; the message says where.
         """
-        return _result_of(cls.decode_in_steps(document))
+        return result_of(cls.decode_in_steps(document))
 
     @classmethod
     def decode_in_steps(cls, document: str | bytes) -> Generator[None, None, PartitionMap]:
@@ -286,7 +285,7 @@ class PartitionMap(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
 
     def check(self) -> None:
         """Raises `PartitionMapError` if the map contradicts itself or exceeds a limit."""
-        _result_of(self._check_in_steps())
+        result_of(self._check_in_steps())
 
     def _check_in_steps(self) -> Generator[None, None, None]:
         if not 1 <= len(self.bucket.encode()) <= BUCKET_NAME_BYTES_MAX:
@@ -399,16 +398,6 @@ def _read_points(assignment: Any) -> None:
 def _check_partition_count(count: int) -> None:
     if not 1 <= count <= PARTITIONS_MAX:
         raise PartitionMapError(f"a bucket has 1 to {PARTITIONS_MAX} partitions, not {count}")
-
-
-def _result_of(steps: Generator[None, None, T]) -> T:
-    """Does all steps at once; returns what they come to."""
-    while True:
-        try:
-            next(steps)
-        except StopIteration as end:
-            result: T = end.value
-            return result
 
 
 def _check_size(document: bytes) -> None:

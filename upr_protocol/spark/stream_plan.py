@@ -355,7 +355,7 @@ class StreamPlan:
             )
         # To whatever is on disk when the lease is granted: nothing is overtaken. To a target only
         # where a lease has held all since that was the newest.
-        to = ends if self._is_target_held(backlog, ends) else dict.fromkeys(ends, SEQ_MAX)
+        to = ends if self._is_target_leased(backlog, ends) else dict.fromkeys(ends, SEQ_MAX)
         try:
             lease = self._acquire(backlog, to)
         except ServerError as error:
@@ -375,12 +375,12 @@ class StreamPlan:
         partitions = self._begin_snapshots(partitions, infos, pinned)
         return self._limited_offset(start, partitions, lease.lease_id, limits, sizes_of(lease))
 
-    def _is_target_held(
+    def _is_target_leased(
         self, starts: Mapping[PartitionId, SeqNo], ends: Mapping[PartitionId, SeqNo]
     ) -> bool:
-        """Whether all is held from where the stream stands to where its query is to end. It is not
-        after a failover: what lies there now is another history's, or another node's, which has
-        compacted as it liked."""
+        """Whether a lease has all from where the stream stands to where its query is to end. None
+        has it after a failover: what lies there now is another history's, or another node's, which
+        has compacted as it liked."""
         if not self._target_lease_id:
             return False
         try:

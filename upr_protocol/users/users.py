@@ -15,6 +15,7 @@ from typing import Final
 
 import msgspec
 
+from upr_protocol.steps import result_of
 from upr_protocol.users.names import UsersError, normalised_name
 from upr_protocol.users.rights import (
     ALL_RIGHTS,
@@ -360,13 +361,7 @@ class Users(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaul
             UsersError: The document is not a cluster's users; the message says where, and shows
                 nothing of a verifier.
         """
-        steps = cls.from_json_in_steps(document)
-        while True:
-            try:
-                next(steps)
-            except StopIteration as end:
-                users: Users = end.value
-                return users
+        return result_of(cls.from_json_in_steps(document))
 
     @classmethod
     def from_json_in_steps(cls, document: str | bytes) -> Generator[None, None, Users]:

@@ -196,7 +196,7 @@ class YoungObjects:
 
     def start(self) -> None:
         """Counts from now on, in this process; the collector looks only at young objects already.
-        Before that nothing is collected here. What was made until now is looked at at once."""
+        Before that nothing is collected here. It collects at once what was made until now."""
         self._is_started = True
         gc.callbacks.append(self._note_collection)
         self.collect()

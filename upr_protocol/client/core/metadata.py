@@ -20,6 +20,7 @@ from upr_protocol.address import Address
 from upr_protocol.errors import RemoteProtocolError
 from upr_protocol.ids import PartitionId, PartitionState
 from upr_protocol.partition_map import PartitionMap, PartitionMapError
+from upr_protocol.steps import result_of
 from upr_protocol.wire import MapReply
 
 
@@ -29,13 +30,7 @@ def partition_map_of(reply: MapReply, bucket: str) -> PartitionMap | None:
     Raises:
         RemoteProtocolError: The answer is not a valid map, or is the map of another bucket.
     """
-    steps = partition_map_in_steps(reply, bucket)
-    while True:
-        try:
-            next(steps)
-        except StopIteration as end:
-            partition_map: PartitionMap | None = end.value
-            return partition_map
+    return result_of(partition_map_in_steps(reply, bucket))
 
 
 def partition_map_in_steps(
