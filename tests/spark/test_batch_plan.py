@@ -11,7 +11,7 @@ import pytest
 from tests.kit.fake_server import put_keys
 from tests.kit.threaded import ThreadedCluster, trio_thread
 from tests.spark.model_driver_client import ModelDriverClient
-from upr_protocol.client import BlockingClient, HeldLease, PartitionNumbers
+from upr_protocol.client import BlockingClient, HeldLease, PartitionInfo, PartitionNumbers
 from upr_protocol.errors import ServerError, Status
 from upr_protocol.ids import SEQ_MAX, PartitionId
 from upr_protocol.partition_map import Assignment
@@ -118,6 +118,26 @@ def test_a_failover_between_the_numbers_at_a_time_and_the_rows_is_noticed(bound:
         bucket.times[0, seq] = NOW - timedelta(hours=1)
     with pytest.raises(PipelineError, match="there was a failover") as failed:
         plan(options_of(**{bound: NOW.isoformat()}), bucket, 1)
+    assert failed.value.code == "UPR_ROLLBACK"
+
+
+@pytest.mark.parametrize("to", [4, 10])
+def test_a_failover_between_the_ends_that_nothing_pins_and_their_logs_is_noticed(to: int) -> None:
+    """A task would wait until the new history has as many numbers."""
+
+    class FailingBucket(ModelDriverClient):
+        def partition_infos(self, *, anew: bool = False) -> Mapping[PartitionId, PartitionInfo]:
+            self.fail_over(0, to)
+            return super().partition_infos(anew=anew)
+
+    bucket = FailingBucket(1)
+    for _ in range(10):
+        bucket.write(0, 0)
+    if to == 10:
+        assert ranges_of(plan(options_of(stability="any"), bucket, 1)) == [(0, 0, 10)]
+        return
+    with pytest.raises(PipelineError, match="there was a failover") as failed:
+        plan(options_of(stability="any"), bucket, 1)
     assert failed.value.code == "UPR_ROLLBACK"
 
 

@@ -15,6 +15,7 @@ from tests.kit.fake_server import FakeConnection, FakeServer, put_keys
 from tests.kit.threaded import TrioThread, trio_thread
 from upr_protocol.errors import Status
 from upr_protocol.ids import HistoryId, SeqNo
+from upr_protocol.spark import value_sample
 from upr_protocol.spark.batch_reader import plan
 from upr_protocol.spark.driver_client import BucketDriverClient
 from upr_protocol.spark.errors import PipelineError
@@ -61,6 +62,45 @@ def test_a_task_whose_bucket_is_deleted_fails_and_does_not_lack_rows(
         with pytest.raises(PipelineError, match="deleted while it was read") as failed:
             list(read_task(task, options, COLUMNS))
         assert failed.value.code == "UPR_NO_BUCKET"
+
+
+@pytest.mark.parametrize("is_under_way", [False, True])
+def test_a_task_whose_rows_a_crash_undoes_fails_and_does_not_wait(
+    monkeypatch: pytest.MonkeyPatch, *, is_under_way: bool
+) -> None:
+    """The partition has yet to reach the planned end, and will reach it with other rows."""
+    with served_keys(20) as (server, thread, options):
+        partition = server.partitions[0]
+        bounds = (SeqNo(0), partition.high, SeqNo(0), partition.high)
+        task = ReadTask((PartitionRange(partition.id, partition.log, *bounds),), 0)
+
+        def crash(connection: FakeConnection, _: Go) -> None:
+            if partition.high == 20:
+                partition.fail_over(99, 15)
+                connection.scope.cancel()
+
+        if is_under_way:
+            monkeypatch.setattr(FakeConnection, "_on_go", crash, raising=False)
+        else:
+            thread.call(lambda: partition.fail_over(99, 15))
+        with pytest.raises(PipelineError, match="has to go back from 20 to 15") as failed:
+            list(read_task(task, options, COLUMNS))
+        assert failed.value.code == "UPR_ROLLBACK"
+
+
+def test_a_sample_is_taken_though_a_crash_undoes_the_newest_values(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with served_keys(20) as (server, thread, options):
+        partition = server.partitions[0]
+
+        class FailingDriver(BucketDriverClient):
+            def close(self) -> None:
+                super().close()
+                thread.call(lambda: partition.fail_over(99, 15))
+
+        monkeypatch.setattr(value_sample, "BucketDriverClient", FailingDriver)
+        assert len(value_sample.sample([options])) == 15
 
 
 def test_a_batch_read_again_after_a_crash_has_the_same_histories() -> None:

@@ -817,6 +817,28 @@ def test_a_batch_does_not_end_where_a_new_history_has_yet_to_come() -> None:
     assert len(driver.leases) == 1
 
 
+def test_a_batch_that_nothing_pins_does_not_end_where_a_new_history_has_yet_to_come() -> None:
+    class FailingDriver(ModelDriverClient):
+        is_to_fail = False
+
+        def partition_infos(self, *, anew: bool = False) -> Mapping[PartitionId, PartitionInfo]:
+            if self.is_to_fail:
+                self.is_to_fail = False
+                self.fail_over(0, 15)
+                write_rows(self, 0, 3)
+            return super().partition_infos(anew=anew)
+
+    driver = FailingDriver(1)
+    write_rows(driver, 0, 10)
+    reader = reader_of(driver, stability="any")
+    start = reader.latestOffset(reader.initialOffset(), ReadAllAvailable())
+    reader.commit(start)
+    write_rows(driver, 0, 10)
+    driver.is_to_fail = True
+    end = reader.latestOffset(start, ReadAllAvailable())
+    assert ranges_of(list(reader.partitions(start, end))) == [(0, 10, 18, None)]  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize("is_new", [False, True])
 def test_a_plan_that_meets_one_failover_after_another_ends(*, is_new: bool) -> None:
     class FailingDriver(LosingDriver):

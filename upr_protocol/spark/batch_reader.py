@@ -95,8 +95,8 @@ def plan(options: ReadOptions, driver: DriverClient, lease_id: int) -> list[Read
     Raises:
         OptionError: A start or an end is not there.
         ServerError: What was pinned is gone, or deletions behind a start are.
-        PipelineError: The server cannot be asked; or a partition that is read from or to a time has
-            begun another history meanwhile.
+        PipelineError: The server cannot be asked; or a partition has begun another history
+            meanwhile, in which the numbers of the plan may be other rows'.
     """
     has_time = options.start_time is not None or options.end_time is not None
     history_ids = _history_ids(driver) if has_time else {}
@@ -122,6 +122,9 @@ def plan(options: ReadOptions, driver: DriverClient, lease_id: int) -> list[Read
             )
         bounds.append((partition, SeqNo(start_seq), SeqNo(end_seq)))
     if not options.durable:
+        for partition, _, end_seq in bounds:
+            if not infos[partition].log.contains(seqnos[partition].history_id, end_seq):
+                raise _failover_error(options)
         ranges = [
             attrs.evolve(
                 _range_of(infos, *range_bounds),
@@ -137,12 +140,7 @@ def plan(options: ReadOptions, driver: DriverClient, lease_id: int) -> list[Read
     if options.start_time is not None:
         ranges = list(_since(driver.seqnos_at_time(options.start_time), ranges))
     if has_time and _history_ids(driver) != history_ids:
-        raise PipelineError(
-            "UPR_ROLLBACK",
-            f"{options.address}: there was a failover while this read was planned, and the numbers "
-            "of a time may be of another history than the rows. "
-            "Load the DataFrame again",
-        )
+        raise _failover_error(options)
     return tasks_of(
         [range_ for range_ in ranges if range_.start < range_.end],
         lease_id,
@@ -156,6 +154,14 @@ def plan(options: ReadOptions, driver: DriverClient, lease_id: int) -> list[Read
 def _history_ids(driver: DriverClient) -> dict[PartitionId, HistoryId]:
     """The history that each partition is in now."""
     return {partition: numbers.history_id for partition, numbers in driver.seqnos().items()}
+
+
+def _failover_error(options: ReadOptions) -> PipelineError:
+    return PipelineError(
+        "UPR_ROLLBACK",
+        f"{options.address}: there was a failover while this read was planned, and its numbers may "
+        "be of another history than the rows. Load the DataFrame again",
+    )
 
 
 def _pin_ranges(

@@ -17,11 +17,12 @@ from upr_protocol.client import (
     RolledBack,
     SnapshotEnd,
     SnapshotStart,
+    StreamAccepted,
     StreamEnded,
 )
 from upr_protocol.errors import Status, UprError
-from upr_protocol.failover import Position
-from upr_protocol.ids import PartitionId
+from upr_protocol.failover import FailoverLog, Position, RollBack, decide_start
+from upr_protocol.ids import PartitionId, SeqNo
 from upr_protocol.spark.errors import PipelineError, as_pipeline_error, sentence_first
 from upr_protocol.spark.options import idle_interval_s
 from upr_protocol.spark.read_options import ReadOptions
@@ -109,6 +110,8 @@ def _batches(
             lease_id=lease_id,
             # Others begin with the key, too: `builder` leaves those out.
             key_prefix=options.key or options.key_prefix,
+            # What a lease pins, no history has undone.
+            with_logs=not lease_id,
             identity=EXECUTOR,
             retry_timeout_s=options.timeout_s,
             idle_interval_s=idle_interval_s(options.timeout_s),
@@ -132,8 +135,11 @@ def _batches(
                     chunk = event.chunk.slice(range_.start, end)
                     if chunk.count:
                         yield from builder.add(chunk, snapshots[event.partition])
+                elif isinstance(event, StreamAccepted):
+                    _check_history(ranges[event.partition], event.log)
                 elif isinstance(event, RolledBack):
-                    raise rolled_back_error(ranges[event.partition], event)
+                    range_ = ranges[event.partition]
+                    raise _rolled_back_error(range_, event.ceiling, event.reason)
                 elif isinstance(event, StreamEnded) and event.reason is not Status.END_REACHED:
                     # No error for a consumer. But rows of the range are missing.
                     raise PipelineError(
@@ -145,11 +151,30 @@ def _batches(
         raise as_pipeline_error(error, options.address, options.timeout_s) from error
 
 
-def rolled_back_error(range_: PartitionRange, event: RolledBack) -> PipelineError:
+def _check_history(range_: PartitionRange, log: FailoverLog) -> None:
+    """Makes sure that the history of a stream has what was planned of its partition. Otherwise the
+    stream would wait until the partition has as many numbers again, perhaps for ever, and the rows
+    would be others.
+
+    Args:
+        range_: What was planned.
+        log: The history.
+
+    Raises:
+        PipelineError: A crash or a failover has undone some of it.
+    """
+    planned_position = Position(range_.log, range_.end, range_.end)
+    decision = decide_start(log, range_.end, SeqNo(0), planned_position)
+    if isinstance(decision, RollBack):
+        raise _rolled_back_error(range_, decision.ceiling, decision.reason.value)
+
+
+def _rolled_back_error(range_: PartitionRange, ceiling: SeqNo, reason: str) -> PipelineError:
     """The error when the server left the history of a range before the range was read."""
     return PipelineError(
         "UPR_ROLLBACK",
-        f"partition {event.partition} has to go back from {range_.end} to {event.ceiling} "
-        f"({event.reason}): there was a failover, or data was lost. What was planned cannot be "
-        "read any more. Read again from the beginning, or stream with onRollback=marker",
+        f"partition {range_.partition} has to go back from {range_.end} to {ceiling} ({reason}): "
+        "there was a failover, or data was lost. What was planned cannot be read any more. Load "
+        "the DataFrame again; or run the query of the stream again, which goes on with "
+        "onRollback=marker",
     )

@@ -431,7 +431,10 @@ class StreamPlan:
         if _backlog(partitions, ends):
             partitions = self._after_purges(partitions)
             infos = self._driver.partition_infos()
-            if _has_parted_since(seqnos, partitions, infos):
+            if _has_parted_since(seqnos, partitions, infos) or not all(
+                infos[partition].log.contains(numbers.history_id, ends[partition])
+                for partition, numbers in seqnos.items()
+            ):
                 return None
         else:
             ends = {}

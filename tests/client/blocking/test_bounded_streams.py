@@ -22,6 +22,7 @@ from upr_protocol.client import (
     RolledBack,
     SnapshotEnd,
     SnapshotStart,
+    StreamAccepted,
     StreamEnded,
 )
 from upr_protocol.errors import BrokenError, ServerError, Status
@@ -158,6 +159,20 @@ def test_a_consumer_goes_on_where_the_connection_broke(fake: ThreadedFake) -> No
     bounded = streams(fake, fake.server, retry_timeout_s=60.0)
     assert rows(bounded.events(), bounded.end) == numbers(fake.server)
     assert fake.dialled == 2
+
+
+def test_the_logs_of_the_streams_come_on_request(fake: ThreadedFake) -> None:
+    for dialled in (1, 2):
+        fake.budgets = iter([2000][: dialled - 1])
+        bounded = streams(fake, fake.server, with_logs=True, retry_timeout_s=60.0)
+        fake.dialled = 0
+        logs = {
+            event.partition: event.log
+            for event in bounded.events()
+            if isinstance(event, StreamAccepted)
+        }
+        assert logs == {partition.id: partition.log for partition in fake.server.partitions}
+        assert fake.dialled == dialled
 
 
 def test_a_server_that_is_away_is_an_error_after_the_time(fake: ThreadedFake) -> None:

@@ -52,6 +52,7 @@ class BoundedStreams:
     end: Mapping[int, int]
     lease_id: int = 0
     key_prefix: bytes = b""
+    with_logs: bool = False
     identity: str = IDENTITY_DEFAULT
     retry_timeout_s: float = RETRY_TIMEOUT_S_DEFAULT
     idle_interval_s: int = IDLE_INTERVAL_S_DEFAULT
@@ -68,6 +69,7 @@ class BoundedStreams:
             self.partitions,
             end=self.end,
             lease_id=self.lease_id,
+            with_logs=self.with_logs,
             key_prefix=self.key_prefix,
         )
         state = SubscriptionState(subscription, self.resume.copy())
@@ -124,6 +126,7 @@ class BoundedStreams:
             end=self.end,
             lease_id=self.lease_id,
             key_prefix=self.key_prefix,
+            with_logs=self.with_logs,
             identity=self.identity,
             retry_timeout_s=self.retry_timeout_s,
             idle_interval_s=self.idle_interval_s,

@@ -68,6 +68,7 @@ class BlockingConsumer:
         lease_id: int = 0,
         key_prefix: bytes = b"",
         undo: BlockingUndoCallback | None = None,
+        with_logs: bool = False,
         follow_map: bool = True,
         window_bytes: int = WINDOW_BYTES_DEFAULT,
         identity: str = IDENTITY_DEFAULT,
@@ -91,6 +92,7 @@ class BlockingConsumer:
             state,
             end,
             lease_id,
+            with_logs=with_logs,
             has_undo=undo is not None,
             key_prefix=key_prefix,
         )
