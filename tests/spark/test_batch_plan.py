@@ -99,8 +99,11 @@ def test_a_start_that_has_passed_meanwhile_leaves_out_the_same_rows_each_time() 
         assert seqs_read(bucket, 2, **options) == [3, 4, 5, 6]
 
 
+@pytest.mark.parametrize("new_rows", [0, 20])
 @pytest.mark.parametrize("bound", ["startingTimestamp", "endingTimestamp"])
-def test_a_failover_between_the_numbers_at_a_time_and_the_rows_is_noticed(bound: str) -> None:
+def test_a_failover_between_the_numbers_at_a_time_and_the_rows_is_noticed(
+    bound: str, new_rows: int
+) -> None:
     """The new history has other rows up to the number: those since a start would be missing, and
     those after an end would be read."""
 
@@ -108,7 +111,7 @@ def test_a_failover_between_the_numbers_at_a_time_and_the_rows_is_noticed(bound:
         def seqnos_at_time(self, time: datetime) -> Mapping[int, int]:
             seqs = super().seqnos_at_time(time)
             self.fail_over(0, 4)
-            for _ in range(20):
+            for _ in range(new_rows):
                 self.write(0, 0)
             return seqs
 
@@ -119,6 +122,44 @@ def test_a_failover_between_the_numbers_at_a_time_and_the_rows_is_noticed(bound:
     with pytest.raises(PipelineError, match="there was a failover") as failed:
         plan(options_of(**{bound: NOW.isoformat()}), bucket, 1)
     assert failed.value.code == "UPR_ROLLBACK"
+    assert not bucket.leases
+
+
+def timed_bucket() -> ModelDriverClient:
+    """A bucket with ten rows, the last four of them since `NOW`."""
+    bucket = ModelDriverClient(1)
+    for seq in range(1, 11):
+        bucket.write(0, 0)
+        bucket.times[0, seq] = NOW + timedelta(hours=-1 if seq <= 6 else 1)
+    return bucket
+
+
+def test_an_action_after_one_that_met_a_failover_has_the_rows_since_a_time() -> None:
+    """The lease of the first one was granted on numbers of the old history."""
+    bucket, options = timed_bucket(), options_of(startingTimestamp=NOW.isoformat())
+
+    def fail_over() -> None:
+        bucket.fail_over(0, 4)
+        bucket.times = {name: time for name, time in bucket.times.items() if name[1] <= 4}
+        for _ in range(20):
+            bucket.write(0, 0)
+        bucket.flush(0)
+
+    bucket.before_next_lease = fail_over
+    with pytest.raises(PipelineError, match="there was a failover"):
+        plan(options, bucket, 1)
+    assert ranges_of(plan(options, bucket, 1)) == [(0, 4, 24)]
+
+
+def test_an_action_that_meets_a_restart_leaves_the_lease_of_those_before() -> None:
+    bucket, options = timed_bucket(), options_of(startingTimestamp=NOW.isoformat())
+    ranges = [(0, 6, 10)]
+    assert ranges_of(plan(options, bucket, 1)) == ranges
+    bucket.write(0, 0)
+    bucket.before_next_lease = lambda: bucket.fail_over(0, 11)
+    with pytest.raises(PipelineError, match="there was a failover"):
+        plan(options, bucket, 1)
+    assert ranges_of(plan(options, bucket, 1)) == ranges
 
 
 @pytest.mark.parametrize("to", [4, 10])

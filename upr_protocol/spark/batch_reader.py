@@ -9,7 +9,7 @@ import pyarrow as pa
 from pyspark.sql.datasource import DataSourceReader, InputPartition
 from pyspark.sql.types import StructType
 
-from upr_protocol.client import PartitionInfo
+from upr_protocol.client import PartitionInfo, PartitionNumbers
 from upr_protocol.errors import ServerError, Status
 from upr_protocol.ids import SEQ_MAX, HistoryId, PartitionId, SeqNo
 from upr_protocol.spark.driver_client import BucketDriverClient, DriverClient
@@ -99,13 +99,16 @@ def plan(options: ReadOptions, driver: DriverClient, lease_id: int) -> list[Read
             meanwhile, in which the numbers of the plan may be other rows'.
     """
     has_time = options.start_time is not None or options.end_time is not None
-    history_ids = _history_ids(driver) if has_time else {}
+    history_ids = _history_ids(driver.seqnos()) if has_time else {}
+    is_later_action = has_time and options.durable and _has_lease(driver, lease_id)
     # First: of a time that has not passed, later changes are part too.
     start = (
         options.start if options.start_time is None else driver.seqnos_at_time(options.start_time)
     )
     end = options.end if options.end_time is None else driver.seqnos_at_time(options.end_time)
     seqnos = driver.wait_until_persisted() if options.durable else driver.seqnos()
+    if has_time and _history_ids(seqnos) != history_ids:
+        raise _failover_error(options)
     infos = driver.partition_infos()
     for option, bound in (("startingOffsets", start), ("endingOffsets", end)):
         if not isinstance(bound, str):
@@ -139,7 +142,10 @@ def plan(options: ReadOptions, driver: DriverClient, lease_id: int) -> list[Read
         ranges = _pin_ranges(driver, infos, bounds, lease_id, to_the_end=to_the_end)
     if options.start_time is not None:
         ranges = list(_since(driver.seqnos_at_time(options.start_time), ranges))
-    if has_time and _history_ids(driver) != history_ids:
+    if has_time and _history_ids(driver.seqnos()) != history_ids:
+        if lease_id and not is_later_action:
+            # It was perhaps granted on numbers of the other history, and a lease keeps its ranges.
+            driver.release_lease(lease_id)
         raise _failover_error(options)
     return tasks_of(
         [range_ for range_ in ranges if range_.start < range_.end],
@@ -151,9 +157,20 @@ def plan(options: ReadOptions, driver: DriverClient, lease_id: int) -> list[Read
     )
 
 
-def _history_ids(driver: DriverClient) -> dict[PartitionId, HistoryId]:
-    """The history that each partition is in now."""
-    return {partition: numbers.history_id for partition, numbers in driver.seqnos().items()}
+def _history_ids(seqnos: Mapping[PartitionId, PartitionNumbers]) -> dict[PartitionId, HistoryId]:
+    """The history that each partition's numbers are of."""
+    return {partition: numbers.history_id for partition, numbers in seqnos.items()}
+
+
+def _has_lease(driver: DriverClient, lease_id: int) -> bool:
+    """Whether an earlier action on the DataFrame has acquired its lease."""
+    try:
+        driver.renew_lease(lease_id)
+    except ServerError as error:
+        if error.status is not Status.RANGE_GONE:
+            raise
+        return False
+    return True
 
 
 def _failover_error(options: ReadOptions) -> PipelineError:
