@@ -606,6 +606,7 @@ OFFSETS = st.builds(
     st.none() | st.dictionaries(st.just(PartitionId(3)), PARTITION_OFFSETS),
     st.booleans(),
     st.integers(0, 2**40),
+    st.none() | st.text(max_size=3),
 )
 
 
@@ -662,6 +663,28 @@ def test_a_foreign_offset_is_refused() -> None:
     reader = reader_of(ModelDriverClient(1))
     with pytest.raises(PipelineError, match="of the bucket 'other'"):
         reader.commit({**good, "bucket": "other"})
+
+
+def test_a_checkpoint_of_other_keys_is_refused() -> None:
+    """The rows that those have had so far would be missing."""
+    driver = written(1, 5)
+    filters: list[dict[str, str]] = [{}, {"keyPrefix": "a"}, {"keyPrefix": "b"}, {"key": "a"}]
+    for own in filters:
+        reader = reader_of(driver, partitions=None, **own)
+        initial = reader.initialOffset()
+        start = reader.latestOffset(initial, ReadAllAvailable())
+        of_older_version = {name: field for name, field in start.items() if name != "keys"}
+        for other in filters:
+            reader = reader_of(driver, partitions=None, **other)
+            assert reader.latestOffset(of_older_version, ReadAllAvailable()) is of_older_version
+            if other == own:
+                assert reader.latestOffset(start, ReadAllAvailable()) is start
+                continue
+            with pytest.raises(PipelineError, match="begin with a new checkpoint") as failed:
+                reader.latestOffset(start, ReadAllAvailable())
+            assert failed.value.code == "UPR_OFFSET"
+            with pytest.raises(PipelineError, match=r"of a stream with .*, and not with "):
+                reader.partitions(initial, start)
 
 
 def test_a_rollback_fails_the_query_and_says_everything() -> None:

@@ -171,7 +171,9 @@ class MicroBatchReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         except ServerError as error:
             raise as_pipeline_error(error, self._options.address) from error
         self._note_batch(old_offset, end)
-        return start if end is old_offset else end.to_json()
+        if end is old_offset:
+            return start
+        return attrs.evolve(end, keys=self._options.keys_text).to_json()
 
     def stay_at_offset(self, start: dict[str, Any]) -> None:
         """The next batch waits, or is another bucket's: this one stays at `start`."""
@@ -321,5 +323,13 @@ class MicroBatchReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
                 "UPR_OFFSET",
                 f"the checkpoint is of the bucket {offset.bucket!r}, and not of {bucket!r}: begin "
                 "with a new checkpoint",
+            )
+        keys = self._options.keys_text
+        if offset.keys not in (None, keys):
+            raise PipelineError(
+                "UPR_OFFSET",
+                f"the checkpoint is of a stream with {offset.keys or 'all keys'}, and not with "
+                f"{keys or 'all keys'}: earlier rows of other keys would be missing. Set the "
+                "option back, or begin with a new checkpoint",
             )
         return offset

@@ -130,6 +130,8 @@ class StreamOffset:
         number_bytes: Bytes a sequence number of the batch that ends here, on average, as it was
             planned; 0 if unknown. The batch is divided into tasks by it: the server measures other
             sizes after a compaction, and a batch that runs again needs the same tasks.
+        keys: Which keys the stream reads, as `key=a` or `keyPrefix=a`; empty for all. None in
+            offsets of older versions, which do not say.
     """
 
     bucket: str
@@ -138,6 +140,7 @@ class StreamOffset:
     initial: Mapping[PartitionId, PartitionOffset] | None = None
     is_initial: bool = False
     number_bytes: int = 0
+    keys: str | None = None
 
     def partition_offset(self, partition: PartitionId) -> PartitionOffset:
         """Where the stream stands in a partition."""
@@ -152,6 +155,8 @@ class StreamOffset:
             document["is_initial"] = True
         if self.number_bytes:
             document["number_bytes"] = self.number_bytes
+        if self.keys is not None:
+            document["keys"] = self.keys
         if self.initial is not None:
             document["initial"] = _partitions_to_json(self.initial)
         document["partitions"] = _partitions_to_json(self.partitions)
@@ -173,7 +178,7 @@ class StreamOffset:
                     f"{_FIRST_VERSION} and {_VERSION}: use the one it was made with, or begin "
                     "with a new checkpoint",
                 )
-            initial = document.get("initial")
+            initial, keys = document.get("initial"), document.get("keys")
             return cls(
                 str(document["bucket"]),
                 _partitions_of_json(document["partitions"], version),
@@ -181,6 +186,7 @@ class StreamOffset:
                 None if initial is None else _partitions_of_json(initial, version),
                 bool(document.get("is_initial", False)),
                 int(document.get("number_bytes", 0)),
+                None if keys is None else str(keys),
             )
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise PipelineError(

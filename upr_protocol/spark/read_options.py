@@ -233,6 +233,13 @@ class ReadOptions:
         """Whether several buckets are read."""
         return bool(self.buckets or self.bucket_pattern)
 
+    @property
+    def keys_text(self) -> str:
+        """Which keys are read, as `key=a` or `keyPrefix=a`; empty for all."""
+        if self.key is not None:
+            return f"key={self.key.decode()}"
+        return f"keyPrefix={self.key_prefix.decode()}" if self.key_prefix else ""
+
     def batch_delay(self) -> BatchDelay | None:
         """How long the batches of a stream wait; None if they do not."""
         return None if self.min_rows is None else BatchDelay(self.min_rows, self.delay_s)
