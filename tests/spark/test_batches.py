@@ -556,6 +556,14 @@ def test_options_as_they_are_by_default() -> None:
             {"onError": "deadletter", "deadLetterPath": "s3://x"},
             "not a folder that every executor reaches",
         ),
+        *(
+            (
+                "key string, value string",
+                {"onError": "deadletter", "deadLetterPath": path},
+                "from its own working directory",
+            )
+            for path in ("letters", "./letters", "~/letters", "file:letters")
+        ),
         ("key string, value string", {"batchBytes": BATCH_BYTES_MIN - 1}, "whole number from"),
         ("key string, value string", {"durability": "disk"}, "not one of memory, persisted"),
         ("key string, value string", {"copies": 2}, "goes with durability replicated or repl"),

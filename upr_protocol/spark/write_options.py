@@ -207,7 +207,13 @@ def _dead_letter_path(source_options: SourceOptions) -> str | None:
             f"the option deadLetterPath is {path!r}, and not a folder that every executor reaches "
             "by a plain path"
         )
-    return unquote(parts.path) if parts.scheme else path
+    folder = unquote(parts.path) if parts.scheme else path
+    if not folder.startswith("/"):
+        raise OptionError(
+            f"the option deadLetterPath is {path!r}: each executor would take it from its own "
+            "working directory. Write the whole path, from / on"
+        )
+    return folder
 
 
 class _Columns:
