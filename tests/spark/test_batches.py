@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime as dt
 import json
+import re
 from collections import defaultdict
 from collections.abc import Iterator
 from decimal import Decimal
@@ -406,6 +407,27 @@ def test_columns_without_a_text_are_refused() -> None:
         for column in ("v", "*"):
             with pytest.raises(OptionError, match=r"the column v .*variant.*to_json"):
                 WriteOptions.parse({"url": URL, "valueColumn": column}, schema, overwrite=False)
+
+
+def test_columns_of_one_name_are_refused() -> None:
+    """Arrow would give the last column of all, and a JSON object would have a field twice."""
+    text = types.StringType()
+    once = types.StructType([types.StructField("a", text)])
+    twice = types.StructType([*once, *once])
+    nested = types.StructType(
+        [types.StructField(name, kind) for name, kind in (("x", once), ("y", once), ("z", twice))]
+    )
+    flat = types.StructType([types.StructField("key", text), *twice])
+    for schema, key, value, sentence in (
+        (nested, "z.a", "x.a", "several columns z.a (keyColumn)"),
+        (nested, "x.a", "x.a, y.a", "valueColumn names several columns a, and the JSON object"),
+        (flat, "a", "key", "several columns a (keyColumn)"),
+        (flat, "key", "a", "several columns a (valueColumn)"),
+        (flat, "key", "*", "several columns a (valueColumn)"),
+    ):
+        options_given = {"url": URL, "keyColumn": key, "valueColumn": value}
+        with pytest.raises(OptionError, match=re.escape(sentence)):
+            WriteOptions.parse(options_given, schema, overwrite=False)
 
 
 # Rows that cannot be written.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Final, Self
 from urllib.parse import unquote, urlsplit
 
@@ -150,6 +150,7 @@ class WriteOptions:
             values = columns.all_but({operation_column, flags, expiry, cas})
         else:
             values = columns.several("valueColumn", value_text)
+            _check_field_names(values)
         durability = DURABILITIES[source_options.choice("durability", "persisted", DURABILITIES)]
         write_options = cls(
             address,
@@ -173,6 +174,16 @@ class WriteOptions:
         )
         source_options.refuse_unknown()
         return write_options
+
+
+def _check_field_names(values: Sequence[ColumnPath]) -> None:
+    names = [path[-1] for path in values]
+    for name in names:
+        if names.count(name) > 1:
+            raise OptionError(
+                f"the option valueColumn names several columns {name}, and the JSON object would "
+                "have that field several times: add a column of another name first (withColumn)"
+            )
 
 
 def _copies(source_options: SourceOptions, durability: Durability) -> int:
@@ -297,6 +308,11 @@ class _Columns:
         kind: DataType = self._schema
         for name in path:
             assert isinstance(kind, StructType), f"{option} was resolved"
+            if kind.fieldNames().count(name) > 1:
+                raise OptionError(
+                    f"there are several columns {column_path_text(path)} ({option}): rename all "
+                    "but one"
+                )
             kind = kind[name].dataType
         return kind
 
