@@ -953,6 +953,7 @@ def test_a_batch_of_which_another_node_has_become_active_is_not_read() -> None:
     initial = reader.initialOffset()
     end = reader.latestOffset(initial, ReadAllAvailable())
     driver.take_over(1)
+    driver.partitions[1].persisted = 3
     with pytest.raises(PipelineError, match="another node has become active") as failed:
         reader.partitions(initial, end)
     assert failed.value.code == "UPR_RANGE_GONE"

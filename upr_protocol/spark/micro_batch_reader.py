@@ -287,6 +287,8 @@ class MicroBatchReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
                 "ones, or begin with a new checkpoint",
             ) from error
         bounds = [(range_.partition, range_.start, range_.end) for range_ in ranges]
+        # A node that has become active may have the newest of it in memory alone.
+        self._server.wait_until_persisted()
         try:
             lease = acquire_new_lease(self._server, bounds)
         except ServerError as refusal:
