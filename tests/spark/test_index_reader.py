@@ -20,7 +20,7 @@ from tests.spark.bucket import change
 from tests.spark.test_read import load, until
 from upr_protocol.chunk import Mutation
 from upr_protocol.client import IndexClient, IndexEntry
-from upr_protocol.errors import BrokenError
+from upr_protocol.errors import BrokenError, CredentialsError, UprError
 from upr_protocol.ids import Operation
 from upr_protocol.spark import index_reader
 from upr_protocol.spark.errors import OptionError, PipelineError
@@ -97,6 +97,7 @@ class AbsentIndexer:
     """An indexer that is away for some requests, and goes away after some entries."""
 
     absences = 0
+    failure: UprError = BrokenError("the indexer cannot be reached")
     entries = 3
     ends_early = False
 
@@ -112,7 +113,7 @@ class AbsentIndexer:
     def scan_all(self, _name: str, **_options: object) -> Iterator[IndexEntry]:
         if AbsentIndexer.absences:
             AbsentIndexer.absences -= 1
-            raise BrokenError("the indexer cannot be reached")
+            raise self.failure
         for number in range(self.entries):
             yield IndexEntry(key=[number], id=f"p{number}")
         if self.ends_early:
@@ -144,9 +145,19 @@ def test_an_indexer_that_is_away_is_waited_for(
     assert batch.column("index_key").to_pylist() == ["[0]", "[1]", "[2]"]
     assert len(waits) == 3
     monkeypatch.setattr(AbsentIndexer, "absences", 1000)
-    with pytest.raises(PipelineError, match=r"UPR_UNREACHABLE.*the indexer cannot be reached"):
+    with pytest.raises(PipelineError, match=r"UPR_UNREACHABLE.*reached\. Start the indexer"):
         rows_of_absent_indexer()
     assert 60 <= sum(waits) < 70
+
+
+def test_a_password_that_is_not_to_be_had_is_told_with_a_code(
+    waits: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(AbsentIndexer, "absences", 1)
+    monkeypatch.setattr(AbsentIndexer, "failure", CredentialsError("others can read the file"))
+    with pytest.raises(PipelineError, match=r"UPR_SERVER.*others can read the file"):
+        rows_of_absent_indexer()
+    assert not waits
 
 
 def test_an_indexer_that_goes_away_during_a_read_fails_it(

@@ -17,7 +17,7 @@ from pyspark.sql.types import StructType
 
 from upr_protocol.client import IndexClient, IndexEntry, IndexerError, Item
 from upr_protocol.client.core.retry import RetryState
-from upr_protocol.errors import BrokenError, TlsError
+from upr_protocol.errors import BrokenError, UprError
 from upr_protocol.spark.driver_client import BucketDriverClient
 from upr_protocol.spark.errors import PipelineError, as_pipeline_error, sentence_first
 from upr_protocol.spark.index_query import IndexQuery
@@ -85,7 +85,12 @@ class IndexReader(DataSourceReader):
                     yield rows.of(next_entries)
             except IndexerError as error:
                 raise PipelineError("UPR_INDEX", f"{query.indexer}: {error}") from error
-            except (BrokenError, TlsError) as error:
+            except BrokenError as error:
+                raise PipelineError(
+                    "UPR_UNREACHABLE",
+                    f"{error}. Start the indexer, or correct the option indexer, and run it again",
+                ) from error
+            except UprError as error:
                 raise as_pipeline_error(error, self._options.address) from error
             finally:
                 rows.close()
