@@ -34,7 +34,7 @@ from upr_protocol.spark.batches import (
     published_chunks,
 )
 from upr_protocol.spark.dead_letter import DeadLetters
-from upr_protocol.spark.errors import OptionError
+from upr_protocol.spark.errors import OptionError, PipelineError
 from upr_protocol.spark.rows import RejectedRow, encode
 from upr_protocol.spark.texts import column_texts, json_objects
 from upr_protocol.spark.write_options import BATCH_BYTES_MIN, WriteOptions
@@ -638,6 +638,17 @@ def test_a_task_that_fails_leaves_no_file(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == [f"_part-7-{1:016x}.unfinished"]
     letters.discard_file()
     assert not list(tmp_path.iterdir())
+
+
+def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    letters = DeadLetters(str(tmp_path / "file" / "letters"), "7", 1)
+    letters.add([letter(b"k")])
+    with pytest.raises(PipelineError, match=r"file/letters \(deadLetterPath\)") as failed:
+        letters.finish_file()
+    assert failed.value.code == "UPR_FOLDER"
+    letters.discard_file()
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
 def test_no_file_is_made_without_rows(tmp_path: Path) -> None:

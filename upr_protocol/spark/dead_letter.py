@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Final
 
@@ -10,6 +11,7 @@ import pyarrow as pa
 from pyarrow import parquet
 
 from upr_protocol.durable_files import sync_path
+from upr_protocol.spark.errors import PipelineError
 from upr_protocol.spark.rows import RejectedRow
 
 DEAD_LETTER_SCHEMA: Final = pa.schema(
@@ -47,7 +49,7 @@ class DeadLetters:
         self._file: parquet.ParquetWriter | None = None
 
     def add(self, rows: Sequence[RejectedRow]) -> None:
-        """Takes in rows; now and then they are written."""
+        """Takes in rows, and now and then writes them. Raises `PipelineError` if it cannot."""
         for row in rows:
             self._rows.append(row)
             self._nbytes += len(row.key or b"") + len(row.value or b"")
@@ -55,6 +57,10 @@ class DeadLetters:
                 self._write()
 
     def _write(self) -> None:
+        with self._named_errors():
+            self._write_group()
+
+    def _write_group(self) -> None:
         if self._file is None:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             self._file = parquet.ParquetWriter(self._unfinished, DEAD_LETTER_SCHEMA)
@@ -77,18 +83,34 @@ class DeadLetters:
         )
 
     def finish_file(self) -> None:
-        """Syncs the file to disk under its own name, if it has rows."""
+        """Syncs the file to disk under its own name, if it has rows. Raises `PipelineError` if it
+        cannot be written."""
         if self._rows:
             self._write()
         if self._file is None:
             return
-        self._file.close()
-        sync_path(self._unfinished)
-        self._unfinished.replace(self._path)
-        sync_path(self._path.parent)
+        with self._named_errors():
+            self._file.close()
+            sync_path(self._unfinished)
+            self._unfinished.replace(self._path)
+            sync_path(self._path.parent)
+
+    @contextmanager
+    def _named_errors(self) -> Iterator[None]:
+        """Says which folder cannot be written."""
+        try:
+            yield
+        except OSError as error:
+            raise PipelineError(
+                "UPR_FOLDER",
+                f"dead letters cannot be written to {self._path.parent} (deadLetterPath): "
+                f"{error.strerror or error}. Name a folder that the driver and every executor can "
+                "write to",
+            ) from error
 
     def discard_file(self) -> None:
         """Leaves nothing behind: the task failed. After `finish_file` it does nothing."""
         if self._file is not None:
-            self._file.close()
+            with suppress(OSError):  # which a full disk raises again
+                self._file.close()
             self._unfinished.unlink(missing_ok=True)
