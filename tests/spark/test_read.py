@@ -467,9 +467,20 @@ def test_a_wrong_option_is_told_when_the_frame_is_loaded(spark: SparkSession) ->
         load(spark, "upr://localhost/b", maxPartitionByte=5)
 
 
-def test_a_read_from_the_end_is_refused() -> None:
-    with pytest.raises(OptionError, match="a read would return nothing"):
-        ReadOptions.parse({"url": "upr://localhost/b", "startingOffsets": "latest"})
+@pytest.mark.parametrize(
+    ("option", "text", "sentence"),
+    [
+        ("startingOffsets", "latest", "a read would return nothing"),
+        ("failOnDataLoss", "false", "a read does not go on without its rows"),
+    ],
+)
+def test_an_option_that_is_only_for_streams_is_refused(
+    option: str, text: str, sentence: str
+) -> None:
+    options = {"url": "upr://localhost/b", option: text}
+    ReadOptions.parse(options, streaming=True)
+    with pytest.raises(OptionError, match=sentence):
+        ReadOptions.parse(options)
 
 
 @pytest.mark.parametrize(

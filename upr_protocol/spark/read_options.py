@@ -176,6 +176,11 @@ class ReadOptions:
                 raise OptionError(
                     "the option startingOffsets is latest: a read would return nothing"
                 )
+            if streaming is False and not fails:
+                raise OptionError(
+                    "the option failOnDataLoss is false, which is for streams: a read does not go "
+                    "on without its rows. Leave it out"
+                )
         if not durable and max_bytes is not None:
             raise OptionError(
                 "the option maxBytesPerTrigger needs stability=durable: the server does not report "
