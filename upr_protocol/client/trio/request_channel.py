@@ -125,7 +125,6 @@ class RequestChannel(ConnectionHandler):
         self._unsent: dict[tuple[Durability, int], dict[PendingChange, None]] = {}
         """The changes to send, in their order, by their level: a bundle has one. The level whose
         turn is next comes first."""
-        self._waiting_senders = 0
         self._parked_senders = trio.lowlevel.ParkingLot()
         """The tasks that wait for room, the one that has waited longest first. As many are woken as
         there is room for: to wake all of them for each answer would be quadratic work."""
@@ -264,7 +263,6 @@ class RequestChannel(ConnectionHandler):
         """Sends a request that is no change. Waits for room; cancelled meanwhile, nothing was
         sent."""
         connection = self.connection
-        self._waiting_senders += 1
         # `PendingReply[T]()` would take 2 µs more.
         reply: PendingReply[T] = PendingReply()
         try:
@@ -275,7 +273,6 @@ class RequestChannel(ConnectionHandler):
             connection.send(call.request(opaque=opaque))
             self._resolvers[opaque] = partial(_resolve_call, call, reply)
         finally:
-            self._waiting_senders -= 1
             self._wake_senders()
             self._changed.notify()
         self.requests += 1
@@ -286,7 +283,9 @@ class RequestChannel(ConnectionHandler):
         still wait for room or credit count, too: their requests will be refused here, and are then
         sent to the next node."""
         await self._changed.wait_until(
-            lambda: not self._waiting_senders and not self._unsent and not self._resolvers
+            lambda: (
+                not (self._parked_senders or self._woken_senders or self._unsent or self._resolvers)
+            )
         )
 
     @property
