@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Iterator
+from functools import partial
 
 import pytest
 import trio
@@ -14,9 +15,10 @@ from trio.testing import MockClock
 
 from tests.kit.fake_net import ENDLESS, FakeNet
 from tests.kit.fake_server import FakeServer
+from tests.kit.steps import counted_steps
 from upr_protocol.chunk import chunk_of_plain_sets
 from upr_protocol.client import Failure, PublishError, WriterIdentity, connect, publisher
-from upr_protocol.errors import BrokenError, ServerError, Status
+from upr_protocol.errors import BrokenError, ClosedError, ServerError, Status, UprError
 from upr_protocol.ids import Operation, PartitionId
 from upr_protocol.limits import BUNDLE_MUTATIONS_MAX
 from upr_protocol.wire import Message, Mutate
@@ -405,6 +407,86 @@ async def test_many_tasks_may_share_a_publisher(
             for name in range(10):
                 nursery.start_soon(work, name)
     assert server.contents() == {b"all": b"1000"} | {b"task-%d" % name: b"99" for name in range(10)}
+
+
+async def test_an_answer_wakes_the_task_that_waits_for_it_and_no_other(
+    net: FakeNet, server: FakeServer, autojump_clock: MockClock
+) -> None:
+    count = 300
+    chunk = chunk_of_plain_sets([b"a"], [b"1"])
+    async with publisher(URL, dial=net.dial, in_flight=1) as sink:
+        with counted_steps() as steps:
+            async with trio.open_nursery() as nursery:
+                for _ in range(count):
+                    nursery.start_soon(sink.publish_and_wait, PartitionId(0), chunk)
+    assert len(server.partitions[0].history) == count
+    assert steps.count < 40 * count
+
+
+async def test_room_in_the_buffer_wakes_no_more_tasks_than_it_is_enough_for(
+    net: FakeNet, server: FakeServer, autojump_clock: MockClock
+) -> None:
+    tasks, times = 150, 3
+    chunk = chunk_of_plain_sets([b"a"], [b"1"])
+    async with publisher(URL, dial=net.dial, in_flight=1, buffer_bytes=4000) as sink:
+
+        async def publish() -> None:
+            for _ in range(times):
+                await sink.publish(PartitionId(0), chunk)
+
+        with counted_steps() as steps:
+            async with trio.open_nursery() as nursery:
+                for _ in range(tasks):
+                    nursery.start_soon(publish)
+            await sink.flush()
+    assert len(server.partitions[0].history) == tasks * times
+    assert steps.count < 40 * tasks * times
+
+
+@pytest.mark.parametrize(
+    ("is_lost", "body_error", "error"),
+    [(True, BrokenError, BrokenError), (False, ZeroDivisionError, ClosedError)],
+)
+async def test_tasks_that_wait_when_a_publisher_ends_learn_why(
+    net: FakeNet,
+    server: FakeServer,
+    autojump_clock: MockClock,
+    is_lost: bool,
+    body_error: type[Exception],
+    error: type[UprError],
+) -> None:
+    server.held = {Mutate}
+    chunk = chunk_of_plain_sets([b"a"], [bytes(2000)])
+    ended = 0
+
+    async def wait(action: Callable[[], Awaitable[object]]) -> None:
+        nonlocal ended
+        with pytest.raises(error):
+            await action()
+        ended += 1
+
+    async def publish() -> None:
+        async with publisher(URL, dial=net.dial, buffer_bytes=5000, retry_timeout_s=20) as sink:
+            actions: list[Callable[[], Awaitable[object]]] = [
+                partial(sink.publish_and_wait, PartitionId(0), chunk),
+                partial(sink.publish, PartitionId(1), chunk),
+                partial(sink.publish, PartitionId(2), chunk),
+                sink.wait_for_room,
+                sink.flush,
+            ]
+            for action in actions:
+                net.nursery.start_soon(wait, action)
+                await trio.testing.wait_all_tasks_blocked()
+            if is_lost:
+                net.down = True
+                net.cut()
+                await sink.flush()
+            raise ZeroDivisionError
+
+    with pytest.raises(body_error):
+        await publish()
+    await trio.testing.wait_all_tasks_blocked()
+    assert ended == 5
 
 
 async def test_a_refusal_and_a_lost_connection_together(

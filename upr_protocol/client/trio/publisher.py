@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager
 from typing import Final, Unpack
 
@@ -35,6 +35,9 @@ from upr_protocol.ids import Durability, Operation, PartitionId
 
 FAILURES_MAX: Final = 10_000
 """How many failures a publisher keeps; it only counts the rest."""
+
+_CREDIT_POLL_S: Final = 1.0
+"""How often a task that waits looks at least whether credit is lacking, whatever its timeout."""
 
 
 class PublishError(UprError):
@@ -149,7 +152,7 @@ class Publisher:
         )
         if batcher.is_full:
             self._add_batches()
-            await self._wait_until(self._has_room)
+            await self.wait_for_room()
         elif was_empty:
             self._batch_begun.notify()
 
@@ -211,7 +214,7 @@ class Publisher:
         ):
             self._rows_before_checkpoint = BUNDLE_MUTATIONS
             self._bytes_before_checkpoint = BUNDLE_BYTES
-            await self._wait_until(self._has_room)
+            await self.wait_for_room()
         return batch
 
     def publish_nowait(
@@ -228,7 +231,13 @@ class Publisher:
 
     async def wait_for_room(self) -> None:
         """Waits until less than `buffer_bytes` are unsent or unanswered."""
-        await self._wait_until(self._has_room)
+        try:
+            await self._wait_until(self._has_room, self._nodes.room.park)
+        finally:
+            # An answer wakes one task, which wakes the next while there is room: to wake all of
+            # them for each answer would be quadratic work.
+            if self._has_room():
+                self._nodes.room.unpark()
 
     def _add_batch(
         self, partition: PartitionId, chunk: Chunk, on_answer: Callable[[Batch], None] | None
@@ -250,8 +259,13 @@ class Publisher:
             ServerError: The server refused the whole batch; or as for `publish`.
             NotDurableError: The server applied it, and it never reached the requested durability.
         """
-        batch = await self.publish(partition, chunk)
-        await self._wait_until(lambda: batch.is_done)
+        answered, answer_events = trio.Event(), self._nodes.answer_events
+        answer_events.add(answered)
+        try:
+            batch = await self.publish(partition, chunk, lambda _: answered.set())
+            await self._wait_until(lambda: batch.is_done, answered.wait)
+        finally:
+            answer_events.discard(answered)
         if batch.refusal is not None:
             raise batch.error(batch.refusal)
         assert batch.result is not None
@@ -260,7 +274,7 @@ class Publisher:
     async def flush(self) -> None:
         """Sends batches that are not full yet, and waits until all are answered."""
         self._add_batches()
-        await self._wait_until(self._all_answered)
+        await self._wait_until(self._all_answered, self._nodes.all_answered.wait)
 
     def _add_batches(self) -> None:
         assert self._batcher is not None
@@ -274,7 +288,11 @@ class Publisher:
     def _all_answered(self) -> bool:
         return self._unanswered.count == 0
 
-    async def _wait_until(self, condition: Callable[[], bool]) -> None:
+    async def _wait_until(
+        self, condition: Callable[[], bool], wait: Callable[[], Awaitable[None]]
+    ) -> None:
+        """Waits until `condition` is true. `wait` returns when it may be, or the publisher is
+        stopped."""
         nodes = self._nodes
         began_at = trio.current_time()
         if condition():
@@ -282,13 +300,17 @@ class Publisher:
         while not condition():
             if nodes.error is not None:
                 raise nodes.error
-            deadline = float("inf")
+            now = trio.current_time()
             out_of_credit_since = nodes.out_of_credit_since
-            if out_of_credit_since is not None:
+            if out_of_credit_since is None:
+                # If credit runs out meanwhile, this looks again before it has for too long.
+                deadline = now + max(self._credit_timeout_s, _CREDIT_POLL_S)
+            else:
                 deadline = max(out_of_credit_since, began_at) + self._credit_timeout_s
-                if trio.current_time() >= deadline:
+                if now >= deadline:
                     raise over_quota_error(self.address, self._credit_timeout_s)
-            await nodes.wait_for_change(deadline)
+            with trio.move_on_at(deadline):
+                await wait()
 
     # Internal.
 
@@ -338,7 +360,9 @@ class Publisher:
         """
         nodes = self._nodes
         nursery.start_soon(self._run_connections)
-        await self._wait_until(lambda: nodes.partition_count > 0)
+        await nodes.has_opened.wait()
+        if nodes.error is not None:
+            raise nodes.error
         self._batcher = Batcher(nodes.partition_count, self._limits)
         nursery.start_soon(self._send_lingering)
         nursery.start_soon(nodes.send_when_due)

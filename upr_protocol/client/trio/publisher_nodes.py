@@ -39,7 +39,6 @@ class NodePublisher(NodeHandler):
             self.retry.note_progress()
             nodes.finish_batches(finished_batches)
         self.send()
-        nodes.notify_changed()
 
     def ready_to_write(self) -> None:
         if self.batches.is_blocked:
@@ -49,18 +48,15 @@ class NodePublisher(NodeHandler):
         self._connection = None
         self.batches.connection_lost()
         self.send()
-        self._nodes.notify_changed()
 
     def node_removed(self) -> None:
         """Other nodes are sent the unanswered batches, with the same tokens."""
         self._nodes.unanswered_batches.unplace_all(self.batches)
-        self._nodes.notify_changed()
 
     def send(self, *, is_due: bool = False) -> None:
         """Sends as much as may be sent now; with `is_due`, bundles that are not full, too."""
         if refused_batches := self.batches.take_refused():
             self._nodes.finish_batches(refused_batches)
-            self._nodes.notify_changed()
         connection = self._connection
         if connection is None:
             return
@@ -76,7 +72,13 @@ class PublisherNodes:
     Attributes:
         on_done: Called with batches that are answered, or refused for good; set by the publisher.
         partition_count: The bucket's; 0 before the first connection.
+        has_opened: Set once the first connection is made, or could not be made.
         send_later: Notified when a node has batches to send at some later time.
+        room: The tasks that wait for room in the buffer. One of them is woken when there is some,
+            and wakes the next.
+        all_answered: Notified when every batch is answered.
+        answer_events: The events of the tasks that wait for the answer to one batch. They are set
+            when no answer will come.
     """
 
     on_done: Callable[[Sequence[Batch]], None]
@@ -89,9 +91,12 @@ class PublisherNodes:
         self.error: UprError | None = None
         self.connection_count = 0
         self.partition_count = 0
+        self.has_opened = trio.Event()
         self.send_later = Notifier()
+        self.room = trio.lowlevel.ParkingLot()
+        self.all_answered = Notifier()
+        self.answer_events: set[trio.Event] = set()
         self._new_retry_state = options.new_retry_state
-        self._changed = Notifier()
         self.connections = ConnectionPool(address, options, self)
 
     # What the connections call; `PoolOwner` documents it.
@@ -111,7 +116,7 @@ class PublisherNodes:
             raise error
         self.partition_count = count
         self.connection_count += 1
-        self.notify_changed()
+        self.has_opened.set()
 
     def is_waiting_for(self, partition: PartitionId) -> bool:
         return self.unanswered_batches.is_unplaced(partition)
@@ -121,10 +126,8 @@ class PublisherNodes:
 
     def place(self, partition: PartitionId, handler: NodePublisher | None) -> None:
         node = self.unanswered_batches.unplaced_batches if handler is None else handler.batches
-        if self.unanswered_batches.place(partition, node):
-            if handler is not None:
-                handler.send()
-            self.notify_changed()
+        if self.unanswered_batches.place(partition, node) and handler is not None:
+            handler.send()
 
     # For the nodes' publishers.
 
@@ -135,10 +138,10 @@ class PublisherNodes:
             for batch in batches:
                 router.note_succeeded(batch.partition)
         self.on_done(batches)
-
-    def notify_changed(self) -> None:
-        """Wakes the tasks that wait for a change."""
-        self._changed.notify()
+        if not self.unanswered_batches.is_full:
+            self.room.unpark()
+        if not self.unanswered_batches.count:
+            self.all_answered.notify()
 
     # For the publisher.
 
@@ -166,21 +169,22 @@ class PublisherNodes:
                 self.send()
 
     def stop(self, error: UprError) -> None:
-        """Sends nothing more. Only the first reason counts."""
+        """Sends nothing more, and wakes all tasks that wait. Only the first reason counts."""
         self.is_finished = True
         if self.error is None:
             self.error = error
-        self.notify_changed()
+        self.has_opened.set()
+        self.room.unpark_all()
+        self.all_answered.notify()
+        for event in self.answer_events:
+            event.set()
 
     def close(self) -> None:
         """Forgets the nodes and the publisher, so that none of them is in a reference cycle. Call
         it when the connections have ended."""
+        self.stop(ClosedError("the publisher was closed"))
         self.connections.close()
         self.unanswered_batches.close()
         del self.on_done
-        self.error = without_traceback(self.error or ClosedError("the publisher was closed"))
-
-    async def wait_for_change(self, deadline: float) -> None:
-        """Waits until something has changed, or the deadline."""
-        with trio.move_on_at(deadline):
-            await self._changed.wait()
+        assert self.error is not None
+        self.error = without_traceback(self.error)
