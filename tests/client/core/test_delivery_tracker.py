@@ -87,7 +87,7 @@ def test_the_highest_priority_decides_when_to_save(tracker: DeliveryTracker) -> 
     assert schedule.due_at == 102.0
     tracker.finish_delivery(Delivery(None, MOVE, priority=SavePriority.URGENT))
     assert schedule.due_at == 100.0
-    schedule.note_saved(105.0)
+    schedule.note_saved(105.0, schedule.moves)
     assert schedule.due_at == NEVER
     tracker.finish_delivery(Delivery(None, MOVE))
     assert schedule.due_at == 115.0

@@ -348,6 +348,63 @@ async def test_the_event_in_hand_can_be_saved_by_hand(
     assert store.state.position(partition).last_complete == 1
 
 
+class SlowStore(MemoryStore):
+    """Takes a second for each save, and has one at a time. It keeps the state as it is at first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._is_saving = False
+
+    async def save(self, state: ResumeState) -> None:
+        assert not self._is_saving, "two tasks save at once"
+        self._is_saving = True
+        first_state = state.copy()
+        await trio.sleep(1)
+        await super().save(first_state)
+        self._is_saving = False
+
+
+async def test_tasks_that_save_at_once_take_turns(
+    net: FakeNet, server: FakeServer, autojump_clock: MockClock
+) -> None:
+    server.partitions = server.partitions[:1]
+    for index in range(9):
+        server.put(b"%d" % index, b"v")
+    store = SlowStore()
+    limits = SaveLimits(complete_interval_s=1000, interval_s=1000)
+    async with consume(URL, dial=net.dial, resume=store, save_limits=limits) as consumer:
+        async with trio.open_nursery() as nursery:
+            async for event in consumer:
+                nursery.start_soon(consumer.save)
+                await trio.testing.wait_all_tasks_blocked()
+                if isinstance(event, SnapshotEnd):
+                    break
+        assert store.state is not None
+        assert store.state == consumer.processed_state
+        assert store.state.position(PartitionId(0)).last_complete == 9
+
+
+async def test_what_is_processed_during_a_save_is_saved_by_the_next(
+    net: FakeNet, server: FakeServer, autojump_clock: MockClock
+) -> None:
+    server.partitions = server.partitions[:1]
+    server.put(b"k", b"v")
+    store = SlowStore()
+    limits = SaveLimits(complete_interval_s=1000, interval_s=1000)
+    async with consume(URL, dial=net.dial, resume=store, save_limits=limits) as consumer:
+        async with trio.open_nursery() as nursery:
+            async for event in consumer:
+                if isinstance(event, ChunkReceived):
+                    nursery.start_soon(consumer.save)
+                    await trio.testing.wait_all_tasks_blocked()
+                elif isinstance(event, CycleCompleted):
+                    break
+        assert store.state is not None
+        assert store.state.position(PartitionId(0)).last_complete == 0
+        await consumer.save()
+        assert store.state.position(PartitionId(0)).last_complete == 1
+
+
 async def test_saves_are_spread_in_time(
     net: FakeNet, server: FakeServer, autojump_clock: MockClock
 ) -> None:

@@ -287,7 +287,7 @@ class BlockingConsumer:
         tracker.finish_current()
         if self._store is not None and tracker.schedule.has_unsaved:
             self._store.save_now(tracker.state)
-            tracker.schedule.note_saved(time.monotonic())
+            tracker.schedule.note_saved(time.monotonic(), tracker.schedule.moves)
 
     def _save_when_due(self) -> None:
         if self._store is not None and self._tracker.schedule.due_at <= time.monotonic():

@@ -87,11 +87,16 @@ class SaveLimits:
 
 
 class SaveSchedule:
-    """When to save a state that has moved since the last save."""
+    """When to save a state that has moved since the last save.
 
-    __slots__ = ("_limits", "_nbytes", "_priority", "_saved_at")
+    Attributes:
+        moves: How many times the state has moved.
+    """
+
+    __slots__ = ("_limits", "_nbytes", "_priority", "_saved_at", "moves")
 
     def __init__(self, limits: SaveLimits, now: float) -> None:
+        self.moves = 0
         self._limits = limits
         self._saved_at = now
         self._priority: SavePriority | None = None
@@ -105,6 +110,7 @@ class SaveSchedule:
 
     def add_unsaved(self, priority: SavePriority, nbytes: int) -> None:
         """The state has moved past so many bytes of events."""
+        self.moves += 1
         self._nbytes += nbytes
         if self._priority is None or priority > self._priority:
             self._priority = priority
@@ -120,11 +126,12 @@ class SaveSchedule:
             return self._saved_at + self._limits.complete_interval_s
         return self._saved_at + self._limits.interval_s
 
-    def note_saved(self, now: float) -> None:
-        """The state is saved as it is now."""
+    def note_saved(self, now: float, moves: int) -> None:
+        """The state is saved as it was after so many moves."""
         self._saved_at = now
-        self._priority = None
-        self._nbytes = 0
+        if moves == self.moves:
+            self._priority = None
+            self._nbytes = 0
 
 
 @attrs.define

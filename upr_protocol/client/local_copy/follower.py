@@ -95,9 +95,11 @@ class LocalCopyFollower(RollbackIterator):
             await self._file.roll_back(plan)
 
     async def save(self) -> None:
-        """Commits everything that the iterator gave; readers see it then."""
+        """Commits everything that the iterator gave, in the task that iterates; readers see it
+        then."""
+        moves = self._schedule.moves
         await self._file.commit()
-        self._schedule.note_saved(trio.current_time())
+        self._schedule.note_saved(trio.current_time(), moves)
 
     # What the copy holds.
 

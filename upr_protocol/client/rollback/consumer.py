@@ -135,8 +135,9 @@ class RollbackConsumer(RollbackIterator):
         return self._consumer.processed_state.position(partition)
 
     async def save(self) -> None:
-        """Acknowledges the current event and saves now; see `Consumer.save`. Does nothing after
-        `__anext__` was cancelled with an event that the application has yet to see."""
+        """Acknowledges the current event and saves now, in the task that iterates; see
+        `Consumer.save`. Does nothing after `__anext__` was cancelled with an event that the
+        application has yet to see."""
         await self._acknowledge()
         if self._current_event is None:
             await self._consumer.save()

@@ -127,6 +127,7 @@ class Consumer:
         """What the application is given next: the rollback is undone."""
         self._is_iterating = False
         self._barriers = BarrierWaiters(streams)
+        self._save_lock = trio.Lock()
         self._saves = 0
         self._next_yield_at = 0.0
 
@@ -274,18 +275,22 @@ class Consumer:
 
     async def save(self) -> None:
         """Acknowledges the current event and saves now. Cancelled, the state is saved or not, but
-        never in part.
+        never in part. Several tasks may call it: no older state takes the place of a newer one.
 
         Raises:
             OSError: The file cannot be written; or the store's own errors.
         """
         tracker = self._tracker
         tracker.finish_current()
-        if self._store is not None and tracker.schedule.has_unsaved:
-            now = trio.current_time()
-            await self._store.save(tracker.state)
-            tracker.schedule.note_saved(now)
-            self._saves += 1
+        if self._store is None:
+            return
+        async with self._save_lock:
+            schedule = tracker.schedule
+            if schedule.has_unsaved:
+                now, moves = trio.current_time(), schedule.moves
+                await self._store.save(tracker.state.copy())
+                schedule.note_saved(now, moves)
+                self._saves += 1
 
     def _save_due_at(self) -> float:
         return float("inf") if self._store is None else self._tracker.schedule.due_at
