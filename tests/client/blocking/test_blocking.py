@@ -7,14 +7,15 @@ import os
 import random
 import signal
 import socket
+import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from copy import deepcopy
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 
@@ -54,6 +55,8 @@ from upr_protocol.ids import Durability, Operation, PartitionId, SeqNo
 from upr_protocol.limits import WINDOW_BYTES_MIN
 from upr_protocol.transport import write_available
 from upr_protocol.wire import Error, Message, Mutate, Noop, Stats, StatsReply
+
+T = TypeVar("T")
 
 URL = "upr://fake/b"
 ARRIVAL_TIMEOUT_S = 30.0
@@ -705,6 +708,61 @@ def test_ctrl_c_while_it_waits_loses_no_event(fake: ThreadedFake) -> None:
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
+    assert mirror.contents == fake.server.contents()
+
+
+def interrupted_at(place: int, function: Callable[[], T]) -> T:
+    """Calls a function. Ctrl-C comes at one of the places where Python looks for it: where a
+    function begins, and where one that is written in C has ended."""
+
+    def profile(_frame: object, happened: str, _argument: object) -> None:
+        nonlocal place
+        if happened in ("call", "c_return"):
+            place -= 1
+            if place < 0:
+                raise KeyboardInterrupt
+
+    gc.disable()  # nobody would hear of what is raised while it collects
+    sys.setprofile(profile)
+    try:
+        return function()
+    finally:
+        sys.setprofile(None)
+        gc.enable()
+
+
+def events_in_spite_of_ctrl_c(following: BlockingConsumer) -> Iterator[Event]:
+    """The events, each once Ctrl-C has come at each place on the way to it."""
+    place = 0
+    while not following.is_finished:
+        try:
+            event = interrupted_at(place, following.next_event)
+        except KeyboardInterrupt:
+            place += 1
+            continue
+        if event is not None:
+            assert place > 3
+            yield event
+        place = 0
+
+
+def test_ctrl_c_anywhere_loses_and_repeats_no_event(fake: ThreadedFake) -> None:
+    fill(fake, 40)
+    mirror = Mirror()
+    with consumer(fake, end="now") as following:
+        following.connect()
+        for event in events_in_spite_of_ctrl_c(following):
+            mirror.apply(event)
+        state = following.resume_state
+    assert mirror.contents == fake.server.contents()
+    fake.server.partitions[1].fail_over(99, 3)
+    mirror, rollback_count = Mirror(mirror.items), 0
+    with consumer(fake, resume=state, end="now", undo=lambda *_: SeqNo(0)) as following:
+        following.connect()
+        for event in events_in_spite_of_ctrl_c(following):
+            mirror.apply(event)
+            rollback_count += isinstance(event, RolledBack)
+    assert rollback_count == 1
     assert mirror.contents == fake.server.contents()
 
 

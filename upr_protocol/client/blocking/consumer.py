@@ -12,7 +12,6 @@ from upr_protocol.address import Address
 from upr_protocol.client.blocking.streams import WINDOW_SHARE, StreamsInThread
 from upr_protocol.client.blocking.trio_thread import TrioThread, dial_in_thread
 from upr_protocol.client.core.delivery_tracker import (
-    Delivery,
     DeliveryTracker,
     RollbackRequest,
     SaveLimits,
@@ -120,8 +119,6 @@ class BlockingConsumer:
         )
         self._new_retry_state = options.new_retry_state
         self._undo = undo
-        self._rollback: Delivery | None = None
-        """A rollback that has to be undone, or saved as pending, before anything else."""
         self._is_closed = False
 
     def __enter__(self) -> Self:
@@ -183,8 +180,7 @@ class BlockingConsumer:
     @property
     def is_finished(self) -> bool:
         """Whether every stream has ended for good, and every event was handed out."""
-        streams = self._streams
-        return streams.is_finished and not streams.deliveries and self._rollback is None
+        return self._streams.is_finished and not self._streams.deliveries
 
     def next_event(self, timeout_s: float | None = None) -> Event | None:
         """The next event; acknowledges the one before.
@@ -203,13 +199,18 @@ class BlockingConsumer:
         """
         self._check_open()
         deadline = float("inf") if timeout_s is None else time.monotonic() + timeout_s
-        self._tracker.finish_current()
+        tracker, deliveries = self._tracker, self._streams.deliveries
+        tracker.finish_current()
         while True:
             self._save_when_due()
-            event = self._hand_out_next()
+            event = self._prepare_event()
             if event is not None:
+                # Python looks for Ctrl-C at calls, and here is none: either the event is still in
+                # the queue, or the program is given it.
+                tracker.current_delivery = deliveries[0]
+                del deliveries[0]
                 return event
-            if self._streams.deliveries:
+            if deliveries:
                 continue
             if self._streams.is_finished:
                 self.save()
@@ -217,40 +218,31 @@ class BlockingConsumer:
             if not self._receive(deadline):
                 return None
 
-    def _hand_out_next(self) -> Event | None:
-        """Hands out the event of the next delivery, if there is one and it has one."""
-        delivery = self._rollback
-        if delivery is None:
-            if not self._streams.deliveries:
-                return None
-            delivery = self._streams.deliveries.popleft()
-        if isinstance(delivery.event, RollbackRequest | RolledBack):
-            # Kept until it is undone: after an exception the next call does it again.
-            self._rollback = delivery
-            delivery = self._roll_back(delivery.event, delivery)
-            self._rollback = None
-        event = delivery.event
-        assert not isinstance(event, RollbackRequest)
+    def _prepare_event(self) -> Event | None:
+        """The event of the first delivery, which stays in the queue: after an exception the next
+        call does this again. A delivery without an event is processed at once."""
+        deliveries = self._streams.deliveries
+        if not deliveries:
+            return None
+        event = deliveries[0].event
+        if isinstance(event, RollbackRequest | RolledBack):
+            return self._roll_back(event)
         if event is None:
-            self._tracker.finish_delivery(delivery)
-        else:
-            self._tracker.hand_out(delivery, event)
+            self._tracker.finish_delivery(deliveries[0])
+            del deliveries[0]
         return event
 
-    def _roll_back(self, event: RollbackRequest | RolledBack, delivery: Delivery) -> Delivery:
+    def _roll_back(self, event: RollbackRequest | RolledBack) -> RolledBack:
         """Has a rollback undone, before anything that arrived meanwhile."""
         self._tracker.begin_rollback(event)
         self.save()
         if isinstance(event, RolledBack):
-            return delivery
-        streams = self._streams
-        if streams.rollback_outcome is None:
-            assert self._undo is not None
-            to = self._undo(event.partition, event.ceiling, event.reason)
-            self._connect().run(streams.note_rolled_back, event.partition, to)
-        # Ctrl-C may have come between the two: then the next call finds it here.
-        outcome, streams.rollback_outcome = streams.rollback_outcome, None
-        assert outcome is not None
+            return event
+        assert self._undo is not None
+        to = self._undo(event.partition, event.ceiling, event.reason)
+        self._connect().run(self._streams.note_rolled_back, event.partition, to)
+        outcome = self._streams.deliveries[0].event
+        assert isinstance(outcome, RolledBack)
         return outcome
 
     def _receive(self, deadline: float) -> bool:

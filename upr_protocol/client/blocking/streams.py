@@ -37,14 +37,12 @@ class StreamsInThread:
         deliveries: The deliveries that have crossed. The caller takes them while it has no call in
             the thread.
         is_finished: Whether every stream has ended for good, and every delivery has crossed.
-        rollback_outcome: `RolledBack`, once the streams know of a rollback; the caller takes it.
     """
 
     def __init__(self, new_streams: Callable[[], ConsumerStreams], bytes_max: int) -> None:
         self.deliveries: deque[Delivery] = deque()
         self.is_connected = False
         self.is_finished = False
-        self.rollback_outcome: Delivery | None = None
         self._acknowledged_deliveries: list[Delivery] = []
         self._new_streams = new_streams
         self._bytes_max = bytes_max
@@ -54,9 +52,10 @@ class StreamsInThread:
 
     def acknowledge(self, delivery: Delivery) -> None:
         """The application has processed a delivery: its node may send as many bytes again. The
-        server hears of it at the next crossing."""
-        if delivery.nbytes:
-            self._acknowledged_deliveries.append(delivery)
+        server hears of it at the next crossing. After Ctrl-C it may be told again."""
+        deliveries = self._acknowledged_deliveries
+        if delivery.nbytes and not (deliveries and deliveries[-1] is delivery):
+            deliveries.append(delivery)
 
     # In the streams' thread.
 
@@ -107,8 +106,8 @@ class StreamsInThread:
 
     async def note_rolled_back(self, partition: PartitionId, to: SeqNo) -> None:
         """The application has rolled back to `to`; see `ConsumerStreams.note_rolled_back`. What
-        that returns is the `rollback_outcome`."""
-        self.rollback_outcome = self._require_streams().note_rolled_back(partition, to)
+        that returns takes the place of the first delivery, which asked for it."""
+        self.deliveries[0] = self._require_streams().note_rolled_back(partition, to)
 
     async def send_barrier(self, cookie: bytes) -> None:
         """Sends a barrier through all nodes; see `ConsumerStreams.send_barrier`."""

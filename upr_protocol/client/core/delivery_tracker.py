@@ -154,9 +154,10 @@ class DeliveryTracker:
     Attributes:
         state: What the application has processed, without the current delivery.
         schedule: When to save the state.
+        current_delivery: What the application is processing; None while it has nothing.
     """
 
-    __slots__ = ("_acknowledge", "_current_delivery", "counts", "schedule", "state")
+    __slots__ = ("_acknowledge", "counts", "current_delivery", "schedule", "state")
 
     def __init__(
         self,
@@ -169,12 +170,12 @@ class DeliveryTracker:
         self.schedule = SaveSchedule(limits, now)
         self.counts = DeliveryCounts()
         self._acknowledge = acknowledge
-        self._current_delivery: Delivery | None = None
+        self.current_delivery: Delivery | None = None
 
     def hand_out(self, delivery: Delivery, event: Event) -> None:
         """The application is given `event`, which is the one of `delivery`."""
-        assert self._current_delivery is None
-        self._current_delivery = delivery
+        assert self.current_delivery is None
+        self.current_delivery = delivery
         self.counts.events += 1
         if isinstance(event, ChunkReceived):
             self.counts.chunks += 1
@@ -182,10 +183,11 @@ class DeliveryTracker:
             self.counts.nbytes += event.chunk.nbytes
 
     def finish_current(self) -> None:
-        """The application has processed its current delivery."""
-        if self._current_delivery is not None:
-            delivery, self._current_delivery = self._current_delivery, None
-            self.finish_delivery(delivery)
+        """The application has processed its current delivery. If this is interrupted, the next call
+        does it again."""
+        if self.current_delivery is not None:
+            self.finish_delivery(self.current_delivery)
+            self.current_delivery = None
 
     def finish_delivery(self, delivery: Delivery) -> None:
         """`delivery` is processed."""
@@ -198,7 +200,7 @@ class DeliveryTracker:
 
     def discard_current(self) -> None:
         """The application has stopped: it may not have processed its current delivery."""
-        self._current_delivery = None
+        self.current_delivery = None
 
     def begin_rollback(self, event: RollbackRequest | RolledBack) -> None:
         """The application is about to be told to roll back. It may be killed after it has done so
@@ -211,8 +213,8 @@ class DeliveryTracker:
 
     def position_after_current(self, partition: PartitionId) -> Position:
         """The partition's position once the current delivery is processed."""
-        if self._current_delivery is not None and self._current_delivery.position is not None:
-            moved_partition, position = self._current_delivery.position
+        if self.current_delivery is not None and self.current_delivery.position is not None:
+            moved_partition, position = self.current_delivery.position
             if moved_partition == partition:
                 return position
         return self.state.position(partition)
@@ -220,7 +222,7 @@ class DeliveryTracker:
     def state_after_current(self) -> ResumeState:
         """A copy of the state as it is once the current delivery is processed. O(partitions)."""
         state = self.state.copy()
-        if self._current_delivery is not None and self._current_delivery.position is not None:
-            partition, position = self._current_delivery.position
+        if self.current_delivery is not None and self.current_delivery.position is not None:
+            partition, position = self.current_delivery.position
             state.positions[partition] = position
         return state
