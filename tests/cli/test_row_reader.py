@@ -7,13 +7,17 @@ import pytest
 import trio
 import trio.testing
 
-from upr_protocol.cli.row_reader import ITEMS_MAX, read_in_thread
+from upr_protocol.cli.row_reader import BYTES_MAX, ITEMS_MAX, read_in_thread
+
+
+def size(_: int) -> int:
+    return 1
 
 
 async def test_every_row_comes_once_and_in_order() -> None:
     count = 10 * ITEMS_MAX + 1
     received: list[int] = []
-    async with read_in_thread(iter(range(count))) as batches:
+    async with read_in_thread(iter(range(count)), size) as batches:
         async for batch in batches:
             assert len(batch) <= ITEMS_MAX
             received += batch
@@ -21,7 +25,7 @@ async def test_every_row_comes_once_and_in_order() -> None:
 
 
 async def test_an_empty_source_ends() -> None:
-    async with read_in_thread(iter(())) as batches:
+    async with read_in_thread(iter(()), size) as batches:
         assert [batch async for batch in batches] == []
 
 
@@ -34,7 +38,7 @@ async def test_rows_of_a_slow_source_arrive_before_it_continues() -> None:
         yield 2
 
     received = []
-    async with read_in_thread(source()) as batches:
+    async with read_in_thread(source(), size) as batches:
         async for batch in batches:
             received.append(batch)
             go_on.set()
@@ -50,10 +54,27 @@ async def test_the_thread_waits_while_no_rows_are_taken() -> None:
             produced = index
             yield index
 
-    async with read_in_thread(source()) as batches:
+    async with read_in_thread(source(), size) as batches:
         async for batch in batches:
             await trio.testing.wait_all_tasks_blocked(0.01)
             assert produced <= batch[-1] + ITEMS_MAX + 1
+
+
+async def test_large_rows_are_not_read_far_ahead() -> None:
+    produced = received = 0
+
+    def source() -> Iterator[int]:
+        nonlocal produced
+        for index in range(100):
+            produced += 1
+            yield index
+
+    async with read_in_thread(source(), lambda _: BYTES_MAX // 10) as batches:
+        async for batch in batches:
+            received += len(batch)
+            await trio.testing.wait_all_tasks_blocked(0.01)
+            assert produced <= received + 22
+    assert received == 100
 
 
 async def test_an_error_of_the_source_is_raised() -> None:
@@ -62,7 +83,7 @@ async def test_an_error_of_the_source_is_raised() -> None:
         raise ValueError("broken")
 
     async def go_through() -> None:
-        async with read_in_thread(source()) as batches:
+        async with read_in_thread(source(), size) as batches:
             async for _ in batches:
                 pass
 
@@ -78,7 +99,7 @@ async def test_cancelling_abandons_a_source_that_blocks() -> None:
         yield 1
 
     with trio.move_on_after(0.01) as scope:
-        async with read_in_thread(source()) as batches:
+        async with read_in_thread(source(), size) as batches:
             async for _ in batches:
                 pass
     assert scope.cancelled_caught

@@ -216,6 +216,10 @@ class LoadBatches:
         )
 
 
+def _size_of(row: Row | BadRow) -> int:
+    return len(row.json) if isinstance(row, Row) else 0
+
+
 @attrs.define
 class _Load:
     """One run of `upr load`."""
@@ -259,7 +263,7 @@ class _Load:
         async with (
             publishing as sink,
             trio.open_nursery() as nursery,
-            read_in_thread(rows) as source,
+            read_in_thread(rows, _size_of) as source,
         ):
             if progress is not None:
                 nursery.start_soon(progress.run)

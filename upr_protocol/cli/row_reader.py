@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from typing import Final, Generic, TypeVar
 
@@ -13,6 +13,9 @@ from upr_protocol.concurrency import Notifier
 
 ITEMS_MAX: Final = 4_000
 """How many rows the thread may be ahead: milliseconds of work, so that neither side waits."""
+
+BYTES_MAX: Final = 64 * 1024 * 1024
+"""How many bytes the thread may be ahead: as many as a publisher holds."""
 
 LINGER_S: Final = 0.005
 """How long rows wait for more to follow. A switch between threads costs as much as reading a
@@ -30,8 +33,9 @@ class RowReader(Generic[T]):
     the items. In this order no item is taken twice, and none is left behind unnoticed.
     """
 
-    def __init__(self, source: Iterator[T]) -> None:
+    def __init__(self, source: Iterator[T], size_of: Callable[[T], int]) -> None:
         self._source = source
+        self._size_of = size_of
         self._items: list[T] = []
         self._room = threading.Event()
         self._arrival = Notifier()
@@ -65,15 +69,18 @@ class RowReader(Generic[T]):
             self._room.set()
 
     def _read(self) -> None:
-        items = self._items
+        items, size_of = self._items, self._size_of
         append = items.append
+        nbytes = 0
         for item in self._source:
             append(item)
+            nbytes += size_of(item)
             if not self._awake:
                 self._wake()
-            if len(items) >= ITEMS_MAX:
+            if len(items) >= ITEMS_MAX or nbytes >= BYTES_MAX:
+                nbytes = 0
                 self._room.clear()
-                if len(items) >= ITEMS_MAX and not self._stopped:
+                if items and not self._stopped:
                     self._room.wait()
                 if self._stopped:
                     return
@@ -86,9 +93,12 @@ class RowReader(Generic[T]):
 
 
 @asynccontextmanager
-async def read_in_thread(source: Iterator[T]) -> AsyncIterator[AsyncIterator[list[T]]]:
-    """The items of `source` in batches, read in a thread for as long as the context lasts."""
-    reader = RowReader(source)
+async def read_in_thread(
+    source: Iterator[T], size_of: Callable[[T], int]
+) -> AsyncIterator[AsyncIterator[list[T]]]:
+    """The items of `source` in batches, read in a thread for as long as the context lasts.
+    `size_of` gives the bytes of an item."""
+    reader = RowReader(source, size_of)
     async with trio.open_nursery() as nursery:
         nursery.start_soon(reader.run)
         yield reader.batches()
