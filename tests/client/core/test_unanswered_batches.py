@@ -58,6 +58,7 @@ class Machine(RuleBasedStateMachine):
         ]
         self.added: defaultdict[int, list[Batch]] = defaultdict(list)
         self.answered: list[Batch] = []
+        self.periods: dict[int, list[Batch]] = {}
         self.inactive: set[int] = set()
         self.client: ClientSession | None = None
         self.connect()
@@ -213,6 +214,17 @@ class Machine(RuleBasedStateMachine):
     def connect_again(self) -> None:
         self.connect()
         self.pump()
+
+    @rule()
+    def end_period(self) -> None:
+        period = self.batches.end_period()
+        self.periods[period] = [b for batches in self.added.values() for b in batches]
+
+    @invariant()
+    def periods_are_answered_when_all_of_them_is(self) -> None:
+        for period, batches in self.periods.items():
+            is_answered = all(batch.result is not None for batch in batches)
+            assert self.batches.is_answered(period) == is_answered
 
     @invariant()
     def counts_agree(self) -> None:

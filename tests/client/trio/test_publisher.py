@@ -409,6 +409,34 @@ async def test_many_tasks_may_share_a_publisher(
     assert server.contents() == {b"all": b"1000"} | {b"task-%d" % name: b"99" for name in range(10)}
 
 
+async def test_a_flush_does_not_wait_for_what_is_added_after_it(
+    net: FakeNet, server: FakeServer, autojump_clock: MockClock
+) -> None:
+    def refuse(message: Message) -> Status | None:
+        is_later = isinstance(message, Mutate) and message.bundle.runs[0].partition == 1
+        return Status.TEMPORARY_FAILURE if is_later else None
+
+    server.held, server.refuse = {Mutate}, refuse
+    chunk = chunk_of_plain_sets([b"a"], [b"1"])
+    flushed = trio.Event()
+    async with publisher(URL, dial=net.dial) as sink, trio.open_nursery() as nursery:
+
+        async def flush() -> None:
+            await sink.flush()
+            flushed.set()
+
+        await sink.publish(PartitionId(0), chunk)
+        nursery.start_soon(flush)
+        await trio.testing.wait_all_tasks_blocked()
+        await sink.publish(PartitionId(1), chunk)
+        server.release()
+        with trio.fail_after(10):
+            await flushed.wait()
+        assert sink.statistics().unanswered_batches == 1
+        server.refuse = lambda _: None
+    assert sink.statistics().unanswered_batches == 0
+
+
 async def test_an_answer_wakes_the_task_that_waits_for_it_and_no_other(
     net: FakeNet, server: FakeServer, autojump_clock: MockClock
 ) -> None:

@@ -91,6 +91,7 @@ class Batch(msgspec.Struct, eq=False, gc=False):
         chunk: The operations.
         on_answer: Called with the batch once it is answered or refused for good; None after that.
         chain: Vouches for it and all batches before it; 0 when the writer keeps no chain.
+        period: When it was added; see `UnansweredBatches.end_period`.
         refusal: Why no server applied the batch; None when one did. `NOT_DURABLE_YET`: it was
             applied, but had not reached the requested durability in time.
         sentence: What the server said when it last refused the batch with others as a whole.
@@ -105,6 +106,7 @@ class Batch(msgspec.Struct, eq=False, gc=False):
     chunk: Chunk
     on_answer: Callable[[Batch], None] | None
     chain: int = 0
+    period: int = 0
     result: PartitionBatchResult | None = None
     refusal: Status | None = None
     sentence: str = ""
@@ -257,6 +259,9 @@ class UnansweredBatches:
         self.resent_count = 0
         self._draw = draw
         self._queues: dict[PartitionId, PartitionBatches] = {}
+        self._period = 0
+        self._period_counts: dict[int, int] = {}
+        """By period how many batches have no final answer, if any; the oldest comes first."""
 
     @property
     def is_full(self) -> bool:
@@ -279,15 +284,27 @@ class UnansweredBatches:
         if not 0 < rows <= BUNDLE_MUTATIONS_MAX or nbytes > CHUNK_BYTES_MAX:
             raise _unfit_error(chunk)
         counter, chain = self.writer.next_token(partition, chunk)
-        batch = Batch(partition, counter, chunk, on_answer, chain)
+        period = self._period
+        batch = Batch(partition, counter, chunk, on_answer, chain, period)
         queue = self._queues.get(partition)
         if queue is None:
             queue = self.queue_of(partition)
         queue.waiting_batches.append(batch)
         queue.node.note_added(queue, rows, nbytes)
+        self._period_counts[period] = self._period_counts.get(period, 0) + 1
         self.count += 1
         self.nbytes += nbytes + _BATCH_OVERHEAD_BYTES
         return batch
+
+    def end_period(self) -> int:
+        """Ends a period: `is_answered` tells when all that was added up to now is answered."""
+        self._period += 1
+        return self._period - 1
+
+    def is_answered(self, period: int) -> bool:
+        """Whether each batch of a period that has ended, and of those before, has its final answer.
+        O(1)."""
+        return next(iter(self._period_counts), self._period) > period
 
     def queue_of(self, partition: PartitionId) -> PartitionBatches:
         """The queue of a partition."""
@@ -335,7 +352,11 @@ class UnansweredBatches:
         """Counts out batches that have their final answer, and so many bytes of memory."""
         self.count -= len(batches)
         self.nbytes -= nbytes
+        counts = self._period_counts
         for batch in batches:
+            counts[batch.period] -= 1
+            if not counts[batch.period]:
+                del counts[batch.period]
             on_answer = batch.on_answer
             if on_answer is not None:
                 batch.on_answer = None

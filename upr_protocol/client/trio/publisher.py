@@ -272,9 +272,16 @@ class Publisher:
         return batch.result
 
     async def flush(self) -> None:
-        """Sends batches that are not full yet, and waits until all are answered."""
+        """Sends batches that are not full yet, and waits until all that was added before is
+        answered."""
         self._add_batches()
-        await self._wait_until(self._all_answered, self._nodes.all_answered.wait)
+        unanswered, events = self._unanswered, self._nodes.flush_events
+        period = unanswered.end_period()
+        answered = events[period] = trio.Event()
+        try:
+            await self._wait_until(lambda: unanswered.is_answered(period), answered.wait)
+        finally:
+            events.pop(period, None)
 
     def _add_batches(self) -> None:
         assert self._batcher is not None
@@ -284,9 +291,6 @@ class Publisher:
 
     def _has_room(self) -> bool:
         return not self._unanswered.is_full
-
-    def _all_answered(self) -> bool:
-        return self._unanswered.count == 0
 
     async def _wait_until(
         self, condition: Callable[[], bool], wait: Callable[[], Awaitable[None]]
@@ -374,6 +378,8 @@ class Publisher:
             PublishError: Operations failed, and no callback was told.
         """
         await self.flush()
+        while self._unanswered.count:  # other tasks have added more
+            await self.flush()
         self._nodes.stop(ClosedError("the publisher was closed"))
         if self.failures:
             raise PublishError(self.failures, self._failed)

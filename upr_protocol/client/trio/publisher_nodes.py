@@ -76,9 +76,10 @@ class PublisherNodes:
         send_later: Notified when a node has batches to send at some later time.
         room: The tasks that wait for room in the buffer. One of them is woken when there is some,
             and wakes the next.
-        all_answered: Notified when every batch is answered.
-        answer_events: The events of the tasks that wait for the answer to one batch. They are set
-            when no answer will come.
+        flush_events: By period (`UnansweredBatches.end_period`) the event of the task that waits
+            until its batches are answered, the oldest first.
+        answer_events: The events of the tasks that wait for one batch. They and the ones before
+            are also set when no answer will come.
     """
 
     on_done: Callable[[Sequence[Batch]], None]
@@ -94,7 +95,7 @@ class PublisherNodes:
         self.has_opened = trio.Event()
         self.send_later = Notifier()
         self.room = trio.lowlevel.ParkingLot()
-        self.all_answered = Notifier()
+        self.flush_events: dict[int, trio.Event] = {}
         self.answer_events: set[trio.Event] = set()
         self._new_retry_state = options.new_retry_state
         self.connections = ConnectionPool(address, options, self)
@@ -140,8 +141,11 @@ class PublisherNodes:
         self.on_done(batches)
         if not self.unanswered_batches.is_full:
             self.room.unpark()
-        if not self.unanswered_batches.count:
-            self.all_answered.notify()
+        while self.flush_events:
+            period = next(iter(self.flush_events))
+            if not self.unanswered_batches.is_answered(period):
+                break
+            self.flush_events.pop(period).set()
 
     # For the publisher.
 
@@ -175,8 +179,7 @@ class PublisherNodes:
             self.error = error
         self.has_opened.set()
         self.room.unpark_all()
-        self.all_answered.notify()
-        for event in self.answer_events:
+        for event in (*self.answer_events, *self.flush_events.values()):
             event.set()
 
     def close(self) -> None:
