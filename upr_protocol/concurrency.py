@@ -101,10 +101,12 @@ def first_failure(error: BaseException) -> BaseException:
 
 
 def without_traceback(error: E) -> E:
-    """A copy of an exception, for an object that keeps it when it ends.
+    """A copy of an exception, for an object that keeps it when it ends, or for one of several that
+    raise it.
 
     An exception that was raised refers to the frames that it passed, and those often to the object
-    that keeps it: a reference cycle, which only the garbage collector would free.
+    that keeps it: a reference cycle, which only the garbage collector would free. Each time that it
+    is raised it refers to more of them.
     """
     copy = type(error).__new__(type(error), *error.args)
     copy.__dict__.update(error.__dict__)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Awaitable, Callable
 from functools import partial
+from traceback import walk_tb
 from typing import Any
 
 import pytest
@@ -386,6 +388,31 @@ async def test_credit_that_is_used_up_by_other_changes_is_waited_for_no_longer(
         "d": (35, "set"),
     }
     assert sorted(server.contents()) == [b"a", b"c", b"d"]
+
+
+async def test_an_error_that_many_callers_get_does_not_grow(
+    net: FakeNet, server: FakeServer, autojump_clock: MockClock
+) -> None:
+    """Each raise of one and the same exception adds to its traceback."""
+    server.held = {Stats, Mutate}
+    frame_counts: list[int] = []
+
+    async def fail(request: Callable[[], Awaitable[object]]) -> None:
+        with pytest.raises(BrokenError) as caught:
+            await request()
+        frame_counts.append(sum(1 for _ in walk_tb(caught.value.__traceback__)))
+
+    async with connect(URL, dial=net.dial) as client:
+        async with trio.open_nursery() as nursery:
+            for _ in range(50):
+                nursery.start_soon(fail, client.stats)
+                nursery.start_soon(fail, partial(client.set, "k", "v"))
+            await trio.testing.wait_all_tasks_blocked()
+            net.cut()
+        for _ in range(50):
+            await fail(client.stats)
+    assert len(frame_counts) == 150
+    assert max(frame_counts) < 20
 
 
 async def test_an_idle_connection_stays_open(net: FakeNet, autojump_clock: MockClock) -> None:

@@ -42,7 +42,7 @@ class BarrierWaiters:
             lambda: self._error is not None or len(barriers) < OPEN_BARRIERS_MAX
         )
         if self._error is not None:
-            raise self._error
+            raise without_traceback(self._error)
         cookie = self.new_cookie()
         self._streams.send_barrier(cookie)
         waiter = self._waiters[cookie] = PendingReply()
@@ -73,7 +73,7 @@ class BarrierWaiters:
         self._returned.notify()
         for cookie, waiter in self._waiters.items():
             if waiter is not None:
-                waiter.resolve(error)
+                waiter.resolve(without_traceback(error))
                 # It may have come back already, behind events that are yet to be processed. Then
                 # the application is still not to see it.
                 self._waiters[cookie] = None

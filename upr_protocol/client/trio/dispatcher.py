@@ -232,7 +232,7 @@ class RequestDispatcher:
             ServerError, BrokenError, ClosedError: There will be none.
         """
         if self.error is not None:
-            raise self.error
+            raise without_traceback(self.error)
         if partition is None:
             return next((c for c in self.connections.handlers if c.is_connected), None)
         channel = self._channel_of.get(partition)

@@ -29,7 +29,7 @@ from upr_protocol.client.options import CREDIT_TIMEOUT_S_DEFAULT
 from upr_protocol.client.trio.client import Client
 from upr_protocol.client.trio.connection import ConnectOptions, TrioOptions
 from upr_protocol.client.trio.publisher_nodes import PublisherNodes
-from upr_protocol.concurrency import Notifier, background_nursery
+from upr_protocol.concurrency import Notifier, background_nursery, without_traceback
 from upr_protocol.errors import ClosedError, ServerError, Status, UprError
 from upr_protocol.ids import Durability, Operation, PartitionId
 
@@ -139,7 +139,7 @@ class Publisher:
         batcher = self._batcher
         assert batcher is not None
         if self._nodes.error is not None:
-            raise self._nodes.error
+            raise without_traceback(self._nodes.error)
         was_empty = not batcher
         batcher.add(
             trio.current_time(),
@@ -244,7 +244,7 @@ class Publisher:
     ) -> Batch:
         nodes = self._nodes
         if nodes.error is not None:
-            raise nodes.error
+            raise without_traceback(nodes.error)
         if not 0 <= partition < nodes.partition_count:
             raise ServerError(
                 Status.BAD_ARGUMENT,
@@ -303,7 +303,7 @@ class Publisher:
             await trio.lowlevel.checkpoint()
         while not condition():
             if nodes.error is not None:
-                raise nodes.error
+                raise without_traceback(nodes.error)
             now = trio.current_time()
             out_of_credit_since = nodes.out_of_credit_since
             if out_of_credit_since is None:

@@ -15,7 +15,7 @@ from upr_protocol.client.core.calls import Call, check_reply, over_quota_error
 from upr_protocol.client.core.changes import Change, ChangeBundle, count_for_one_bundle
 from upr_protocol.client.core.results import WriteResult
 from upr_protocol.client.trio.connection import ConnectionHandler, TrioConnection
-from upr_protocol.concurrency import Notifier
+from upr_protocol.concurrency import Notifier, without_traceback
 from upr_protocol.errors import UprError
 from upr_protocol.ids import Durability
 from upr_protocol.limits import REQUESTS_OPEN_MAX
@@ -102,7 +102,7 @@ def _resolve_bundle(
         assert isinstance(reply, MutateReply)
         outcomes = bundle.outcomes(reply)
     except UprError as error:
-        outcomes = [error] * len(changes)
+        outcomes = [without_traceback(error) for _ in changes]
     for pending_change, outcome in zip(changes, outcomes, strict=True):
         pending_change.resolve(outcome)
 
@@ -208,9 +208,9 @@ class RequestChannel(ConnectionHandler):
         resolvers, self._resolvers = self._resolvers, {}
         unsent, self._unsent = self._unsent, {}
         for resolve in resolvers.values():
-            resolve(error)
+            resolve(without_traceback(error))
         for pending_change in chain.from_iterable(unsent.values()):
-            pending_change.resolve(error)
+            pending_change.resolve(without_traceback(error))
         self._woken_senders += len(self._parked_senders.unpark_all())
         self._changed.notify()
 
