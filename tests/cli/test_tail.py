@@ -384,14 +384,11 @@ def test_a_server_that_goes_away_for_good_is_a_lost_connection(run: Run, start: 
     assert err.count(b"\n") == 1
 
 
-class UnplacedConsumer:
-    """A consumer of which the figures say that no node serves some partitions, from 3 to 7 s and
-    from 9 s on."""
-
-    def statistics(self) -> ConsumerStatistics:
-        is_unplaced = 3 <= trio.current_time() < 7 or trio.current_time() >= 9
-        partitions = [PartitionId(0), PartitionId(1)] if is_unplaced else []
-        return ConsumerStatistics(1, True, 0, 0, 0, 0, 0, 0, 0, "", partitions, "")
+def unplaced_statistics() -> ConsumerStatistics:
+    """Figures that say that no node serves some partitions, from 3 to 7 s and from 9 s on."""
+    is_unplaced = 3 <= trio.current_time() < 7 or trio.current_time() >= 9
+    partitions = [PartitionId(0), PartitionId(1)] if is_unplaced else []
+    return ConsumerStatistics(1, True, 0, 0, 0, 0, 0, 0, 0, "", partitions, "")
 
 
 async def test_it_says_what_it_waits_for_each_time_that_no_node_serves_a_partition(
@@ -399,7 +396,7 @@ async def test_it_says_what_it_waits_for_each_time_that_no_node_serves_a_partiti
 ) -> None:
     progress = ProgressDisplay(str, 1.0)
     with trio.move_on_after(20.5):
-        await report_unplaced(UnplacedConsumer(), 300, progress)
+        await report_unplaced(unplaced_statistics, 300, progress)
     sentence = (
         "upr: waiting for a node that serves partitions 0-1 (no node tells a newer partition map); "
         "trying for up to 300 s\n"

@@ -34,7 +34,6 @@ USAGE: Final = 2
 REFUSED: Final = 3
 CONNECTION: Final = 4
 INTERRUPTED: Final = 128 + signal.SIGINT
-TERMINATED: Final = 128 + signal.SIGTERM
 BROKEN_PIPE: Final = 128 + signal.SIGPIPE
 """What a shell reports of a program whose reader has left: `upr tail | head`."""
 

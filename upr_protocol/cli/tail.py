@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractAsyncContextManager
 from datetime import datetime
 from pathlib import Path
-from typing import Final, Literal, Protocol
+from typing import Final, Literal
 
 import attrs
 import click
@@ -215,7 +215,7 @@ class _Tail:
             else:
                 nursery.start_soon(progress.run)
             nursery.start_soon(self._report_connection, consumer, progress)
-            nursery.start_soon(report_unplaced, consumer, self.retry_timeout_s, progress)
+            nursery.start_soon(report_unplaced, consumer.statistics, self.retry_timeout_s, progress)
             if self.until_caught_up:
                 consumer.send_barrier(CAUGHT_UP)
             await self._print_events(consumer)
@@ -273,22 +273,15 @@ class _Tail:
                 self._is_deleted = True
 
 
-class ConsumerWithStatistics(Protocol):
-    """A consumer, as far as its figures are concerned."""
-
-    def statistics(self) -> ConsumerStatistics:
-        """The consumer's figures."""
-
-
 async def report_unplaced(
-    consumer: ConsumerWithStatistics, retry_timeout_s: int, progress: ProgressDisplay
+    statistics: Callable[[], ConsumerStatistics], retry_timeout_s: int, progress: ProgressDisplay
 ) -> None:
     """Says on standard error what a consumer waits for, once each time that no node has served a
     partition for some seconds. Runs until cancelled."""
     had_unplaced = False
     while True:
         await trio.sleep(_UNPLACED_POLL_S)
-        figures = consumer.statistics()
+        figures = statistics()
         if figures.unplaced_partitions and not had_unplaced:
             progress.clear()
             reason = figures.unplaced_reason or "no node tells a newer partition map"

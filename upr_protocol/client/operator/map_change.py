@@ -21,6 +21,7 @@ class MapChange:
     """What a takeover and a failover share.
 
     Attributes:
+        revision: The revision of the next map.
         assignments: The partitions that the command is about, as they were at first.
         text: The partitions, for people.
     """
@@ -29,7 +30,7 @@ class MapChange:
         self, operator: Operator, survey: Survey, partitions: Iterable[PartitionId]
     ) -> None:
         self._base_map = survey.require_map()
-        self._revision = first_revision(self._base_map.revision)
+        self.revision = first_revision(self._base_map.revision)
         self.operator = operator
         self.survey = survey
         self.assignments: dict[PartitionId, Assignment] = {
@@ -38,15 +39,10 @@ class MapChange:
         self.publisher = MapPublisher(operator, survey)
         self.text = partitions_text(self.assignments)
 
-    @property
-    def revision(self) -> int:
-        """The revision of the next map."""
-        return self._revision
-
     def next_map(self, assignments: Mapping[PartitionId, Assignment]) -> PartitionMap:
         """The map at first, with these assignments and the next revision."""
-        new_map = self._base_map.with_assignments(assignments, self._revision)
-        self._revision += 1
+        new_map = self._base_map.with_assignments(assignments, self.revision)
+        self.revision += 1
         return new_map
 
     async def fence(

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Final
 
 import trio
 
-from upr_protocol.address import Address
 from upr_protocol.client.operator.errors import (
     MapRefusedError,
     OvertakenError,
@@ -26,18 +25,13 @@ _RETRYABLE: Final = frozenset({Status.SHUTTING_DOWN, Status.REVISION_CONFLICT})
 
 
 class MapPublisher:
-    """Gives nodes maps, each in place of the map that the node has."""
+    """Gives nodes, which are at `addresses`, maps: each in place of the map that the node has."""
 
     def __init__(self, operator: Operator, survey: Survey) -> None:
         self._operator = operator
-        self._addresses = {name: report.address for name, report in survey.nodes.items()}
+        self.addresses = {name: report.address for name, report in survey.nodes.items()}
         self._unreachable = {name for name, report in survey.nodes.items() if report.failure}
         self._revisions = {name: report.revision for name, report in survey.nodes.items()}
-
-    @property
-    def addresses(self) -> Mapping[str, Address]:
-        """Each node's address."""
-        return self._addresses
 
     async def publish(
         self, node: str, partition_map: PartitionMap, timeout_s: float | None = None
@@ -57,7 +51,7 @@ class MapPublisher:
         deadline = trio.current_time() + timeout_s
         while True:
             left_s = max(deadline - trio.current_time(), 0.01)
-            client = self._operator.node_client(self._addresses[node], left_s)
+            client = self._operator.node_client(self.addresses[node], left_s)
             try:
                 await client.set_map(self._revisions[node], partition_map)
             except UprError as error:
@@ -79,7 +73,7 @@ class MapPublisher:
         """Whether a node has this map; None if it does not answer. Records the revision that it
         has."""
         try:
-            status = await self._operator.node_status(self._addresses[node])
+            status = await self._operator.node_status(self.addresses[node])
         except (BrokenError, ServerError):
             return None
         revision = 0 if status.map is None else status.map.revision
@@ -115,7 +109,7 @@ class MapPublisher:
     async def announce(self, nodes: Iterable[str], partition_map: PartitionMap) -> None:
         """Gives the remaining nodes a map, and reports which have it. A node that does not take it
         is no error: nodes ask each other for newer maps."""
-        known_nodes = [node for node in nodes if node in self._addresses]
+        known_nodes = [node for node in nodes if node in self.addresses]
         unreachable = [node for node in known_nodes if node in self._unreachable]
         if unreachable:
             self._operator.on_progress(
