@@ -32,6 +32,7 @@ from upr_protocol.client import (
     CycleCompleted,
     Event,
     Failure,
+    FileStore,
     RefusedKeysError,
     ResumeState,
     RolledBack,
@@ -764,6 +765,25 @@ def test_ctrl_c_anywhere_loses_and_repeats_no_event(fake: ThreadedFake) -> None:
             rollback_count += isinstance(event, RolledBack)
     assert rollback_count == 1
     assert mirror.contents == fake.server.contents()
+
+
+def test_ctrl_c_while_connections_are_closed_leaves_the_position_saved(
+    fake: ThreadedFake, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fill(fake, 10)
+    path, close = tmp_path / "state", TrioThread.close
+
+    def close_and_interrupt(thread: TrioThread) -> None:
+        close(thread)
+        raise KeyboardInterrupt
+
+    following = consumer(fake, resume=path)
+    for _ in range(4):
+        next(following)
+    monkeypatch.setattr(TrioThread, "close", close_and_interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        following.close()
+    assert FileStore(path).load_now() == following.processed_state
 
 
 def test_ctrl_c_while_it_writes_makes_no_change_twice(

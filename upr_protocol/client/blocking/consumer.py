@@ -137,9 +137,11 @@ class BlockingConsumer:
             return
         self._is_closed = True
         self._tracker.discard_current()
-        if self._thread is not None:
-            self._thread.close()
-        self.save()
+        try:
+            self.save()
+        finally:
+            if self._thread is not None:
+                self._thread.close()
 
     def connect(self) -> None:
         """Connects, if it was not connected yet, and retries for `retry_timeout_s`. Without this
