@@ -293,6 +293,9 @@ def test_entries_come_as_lines() -> None:
         (b'{"end"', BrokenError, "was cut"),
         (refusal("slice_missing") + b"\n", IndexerError, "it is slice_missing"),
         (b"nonsense\n", IndexerError, "not an indexer's answer"),
+        pytest.param(
+            b'{"key":' + b"[" * 5000 + b"\n", IndexerError, "not an indexer's answer", id="deep"
+        ),
     ],
 )
 def test_lines_without_an_end_are_an_error(

@@ -215,7 +215,7 @@ def parse_failure(status: int, data: bytes) -> IndexerError:
     """The error in an answer."""
     try:
         failures = msgspec.json.decode(data, type=_Failures)
-    except (msgspec.DecodeError, UnicodeDecodeError):
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return IndexerError("server_failed", f"not an indexer's answer: HTTP {status}")
     failure = failures.error
     error = IndexerError(failure.code, failure.message, failure.place, failure.retry_after_s)
@@ -231,5 +231,5 @@ def decode_answer(data: bytes, kind: type[T]) -> T:
     """
     try:
         return msgspec.json.decode(data, type=kind)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise IndexerError("server_failed", f"not an indexer's answer: {error}") from error

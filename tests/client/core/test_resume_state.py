@@ -240,6 +240,7 @@ def one_position(complete: int, highest: int, partial: str, log: str = "[]") -> 
         b"",
         b"null",
         b"[]",
+        pytest.param(b"[" * 5000, id="deep"),
         b"{}",
         b'{"version":2,"bucket":"b","partitions":{}}',
         b'{"version":1,"bucket":7,"partitions":{}}',

@@ -149,7 +149,7 @@ class ResumeState:
             raise
         except msgspec.DecodeError as error:
             raise ResumeStateError(f"not a resume state: {error}") from error
-        except (UnicodeError, KeyError, TypeError, ValueError, AttributeError) as error:
+        except (RecursionError, KeyError, TypeError, ValueError, AttributeError) as error:
             raise ResumeStateError(f"not a resume state: {error!r}") from error
         return cls(bucket, positions)
 
