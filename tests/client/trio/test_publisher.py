@@ -103,6 +103,17 @@ async def test_failures_left_over_are_raised_when_the_context_ends(
             await sink.delete("k")
 
 
+async def test_failures_that_were_cleared_are_not_told_of_again(
+    net: FakeNet, autojump_clock: MockClock
+) -> None:
+    with pytest.raises(PublishError, match=r"1 operations failed; .*'l'"):  # noqa: PT012
+        async with publisher(URL, dial=net.dial) as sink:
+            await sink.delete("k")
+            await sink.flush()
+            sink.failures.clear()
+            await sink.delete("l")
+
+
 async def test_failures_go_to_the_callback_if_there_is_one(
     net: FakeNet, autojump_clock: MockClock
 ) -> None:

@@ -382,7 +382,9 @@ class Publisher:
             await self.flush()
         self._nodes.stop(ClosedError("the publisher was closed"))
         if self.failures:
-            raise PublishError(self.failures, self._failed)
+            # The list may be too short, and the number counts those that were cleared, too.
+            is_full = len(self.failures) == FAILURES_MAX
+            raise PublishError(self.failures, self._failed if is_full else len(self.failures))
 
     def statistics(self) -> PublisherStatistics:
         """The publisher's figures."""
