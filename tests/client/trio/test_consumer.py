@@ -288,8 +288,9 @@ async def test_a_cookie_cannot_be_used_twice_at_once(
 ) -> None:
     async with consume(URL, dial=net.dial) as consumer:
         consumer.send_barrier(b"mine")
-        with pytest.raises(LocalProtocolError):
+        with pytest.raises(LocalProtocolError) as caught:
             consumer.send_barrier(b"mine")
+        assert caught.value.status is Status.COOKIE_IN_USE
         with pytest.raises(LocalProtocolError):
             consumer.send_barrier(b"")
         await until(consumer, BarrierReached)

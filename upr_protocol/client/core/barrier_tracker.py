@@ -50,7 +50,7 @@ class BarrierTracker:
             )
         if cookie in self._barriers:
             raise LocalProtocolError(
-                f"the barrier {cookie!r} is open; choose another cookie", Status.OPAQUE_IN_USE
+                f"the barrier {cookie!r} is open; choose another cookie", Status.COOKIE_IN_USE
             )
         self._barriers[cookie] = _Barrier()
 
