@@ -48,6 +48,7 @@ def test_csv_lines_are_counted_through_quotes_and_blank_lines() -> None:
 
 def test_csv_a_byte_order_mark_is_not_part_of_the_first_column_name() -> None:
     assert read_rows(io.BytesIO(b"\xef\xbb\xbfa,b\n"), "csv")[0] == ["a", "b"]
+    assert read_rows(io.BytesIO(b'\xef\xbb\xbf"a,x",b\n'), "csv")[0] == ["a,x", "b"]
 
 
 def test_csv_null_texts_become_null() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import datetime as dt
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain
 from typing import IO, Any, Final
 
 import attrs
@@ -84,14 +85,15 @@ def _read_csv(source: IO[bytes], null: frozenset[str]) -> tuple[list[str], Rows]
     # Bytes that are not UTF-8 become surrogates, which JSON cannot encode: only the row that holds
     # them is bad.
     lines = (line.decode("utf-8", _SURROGATES) for line in source)
-    reader = csv.reader(lines, strict=True)
+    # Before the quotes are read: they may be around the first name.
+    first_line = next(lines, "").removeprefix("\ufeff")
+    reader = csv.reader(chain((first_line,), lines), strict=True)
     try:
         columns = next(reader, None)
     except csv.Error as error:
         raise FileError(f"the first line is not a CSV header: {error}") from error
     if not columns:
         raise FileError("the file is empty: a CSV file begins with a line of column names")
-    columns[0] = columns[0].removeprefix("\ufeff")
     for column in columns:
         if columns.count(column) > 1:
             raise FileError(f"two columns are named {column!r}: rename one of them")
