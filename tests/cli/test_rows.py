@@ -115,6 +115,11 @@ def test_json_lines_null_texts_become_null() -> None:
     assert values(b'{"a":"NA","b":["NA"]}', "jsonl", ("NA",)) == [{"a": None, "b": ["NA"]}]
 
 
+def test_json_lines_without_a_null_text_keep_their_text() -> None:
+    data = b'{"a": "x", "b": 1.10000000000000000000001}'
+    assert read(data, "jsonl", ("NA",)) == [Row(1, {"a": "x", "b": 1.1}, data)]
+
+
 @pytest.mark.parametrize(
     "line", [b"{", b"[1]", b"3", b'{"a":"\xff"}', b"[" * 100_000, b"\xef\xbb\xbf{}", b"nul"]
 )

@@ -136,7 +136,7 @@ def _read_json_lines(source: IO[bytes], null: frozenset[str]) -> Rows:
         if not isinstance(fields, dict):
             yield BadRow(line, 'expected one JSON object per line, as in {"name": "value"}')
             continue
-        if null:
+        if null and any(isinstance(value, str) and value in null for value in fields.values()):
             yield _row(line, _with_nulls(fields, null))
         else:
             # The text is stored unchanged: encoding again would round long numbers to floats.
