@@ -10,6 +10,7 @@ from trio.testing import MockClock
 from tests.kit.fake_net import FakeNet
 from tests.kit.fake_server import FakeServer
 from tests.kit.mirror import Mirror
+from tests.kit.steps import counted_steps
 from upr_protocol.client import (
     BarrierReached,
     ChunkReceived,
@@ -319,6 +320,20 @@ async def test_barrier_waits_while_too_many_are_open(
         await trio.sleep(10)
         nursery.cancel_scope.cancel()
     assert len({event.cookie for event in back}) == 300
+
+
+async def test_a_barrier_that_comes_back_wakes_one_of_the_tasks_that_wait_for_room(
+    net: FakeNet, server: FakeServer, autojump_clock: MockClock
+) -> None:
+    count = 1000
+    async with consume(URL, dial=net.dial) as consumer, trio.open_nursery() as nursery:
+        nursery.start_soon(follow, consumer, Mirror())
+        with counted_steps() as steps:
+            async with trio.open_nursery() as waiting:
+                for _ in range(count):
+                    waiting.start_soon(consumer.barrier)
+        nursery.cancel_scope.cancel()
+    assert steps.count < 6 * count
 
 
 async def test_open_barriers_are_sent_again_on_a_new_connection(

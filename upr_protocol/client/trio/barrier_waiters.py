@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from itertools import count
 
+import trio
+
 from upr_protocol.client.core.events import BarrierReached
 from upr_protocol.client.trio.request_channel import PendingReply
 from upr_protocol.client.trio.streams import ConsumerStreams
-from upr_protocol.concurrency import Notifier, without_traceback
+from upr_protocol.concurrency import without_traceback
 from upr_protocol.errors import ClosedError, UprError
 from upr_protocol.limits import OPEN_BARRIERS_MAX
 
@@ -15,14 +17,16 @@ from upr_protocol.limits import OPEN_BARRIERS_MAX
 class BarrierWaiters:
     """Sends barriers, and brings each back to the task that waits for it."""
 
-    __slots__ = ("_cookies", "_error", "_returned", "_streams", "_waiters")
+    __slots__ = ("_cookies", "_error", "_room", "_streams", "_waiters")
 
     def __init__(self, streams: ConsumerStreams) -> None:
         self._streams = streams
         self._cookies = count(1)
         self._waiters: dict[bytes, PendingReply[BarrierReached] | None] = {}
         """By cookie the waiter; None after it was cancelled."""
-        self._returned = Notifier()
+        self._room = trio.lowlevel.ParkingLot()
+        """The tasks that wait until fewer barriers are open. Each that comes back wakes one task:
+        to wake all of them would be quadratic work."""
         self._error: UprError | None = None
 
     def new_cookie(self) -> bytes:
@@ -38,13 +42,16 @@ class BarrierWaiters:
             UprError: The reason why no barrier comes back any more.
         """
         barriers = self._streams.state.barriers
-        await self._returned.wait_until(
-            lambda: self._error is not None or len(barriers) < OPEN_BARRIERS_MAX
-        )
+        while self._error is None and len(barriers) >= OPEN_BARRIERS_MAX:
+            await self._room.park()
         if self._error is not None:
             raise without_traceback(self._error)
         cookie = self.new_cookie()
-        self._streams.send_barrier(cookie)
+        try:
+            self._streams.send_barrier(cookie)
+        except UprError:
+            self._room.unpark()  # it makes no use of its turn
+            raise
         waiter = self._waiters[cookie] = PendingReply()
         try:
             return await waiter.wait()
@@ -58,7 +65,7 @@ class BarrierWaiters:
         Returns:
             Whether `send_and_wait` sent it, so that nobody else is to see it.
         """
-        self._returned.notify()
+        self._room.unpark()
         if event.cookie not in self._waiters:
             return False
         waiter = self._waiters.pop(event.cookie)
@@ -70,7 +77,7 @@ class BarrierWaiters:
         """No barrier comes back any more."""
         if self._error is None:
             self._error = error
-        self._returned.notify()
+        self._room.unpark_all()
         for cookie, waiter in self._waiters.items():
             if waiter is not None:
                 waiter.resolve(without_traceback(error))
