@@ -50,6 +50,7 @@ def argument_parser() -> argparse.ArgumentParser:
     parser.add_argument("--left-schema", default=TEXT_SCHEMA, help="default: %(default)s")
     parser.add_argument("--right-schema", default=TEXT_SCHEMA, help="default: %(default)s")
     command.add_query_arguments(parser, "end when the target has all that there is now")
+    command.add_write_option(parser)
     return parser
 
 
@@ -67,6 +68,7 @@ def work(spark: SparkSession, options: argparse.Namespace) -> int:
             how=options.how,
             left_schema=options.left_schema,
             right_schema=options.right_schema,
+            write_options=dict(options.write_option),
             **command.query_settings(options),
         )
     )

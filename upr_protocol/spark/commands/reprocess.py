@@ -44,6 +44,7 @@ def argument_parser() -> argparse.ArgumentParser:
         help="how keys and values are read (default: %(default)s)",
     )
     command.add_query_arguments(parser, "end when the target has all that there is now")
+    command.add_write_option(parser)
     return parser
 
 
@@ -59,6 +60,7 @@ def work(spark: SparkSession, options: argparse.Namespace) -> int:
             value=options.value,
             where=options.where,
             schema=options.schema,
+            write_options=dict(options.write_option),
             **command.query_settings(options),
         )
     )

@@ -84,6 +84,18 @@ def add_query_arguments(arguments: argparse.ArgumentParser, once_help: str) -> N
     trigger.add_argument("--once", action="store_true", help=once_help)
 
 
+def add_write_option(arguments: argparse.ArgumentParser) -> None:
+    """Adds the options of the bucket that a query writes to."""
+    arguments.add_argument(
+        "--write-option",
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        type=_pair,
+        help="one more option of the write, as user or durability; may be given often",
+    )
+
+
 class QuerySettings(TypedDict):
     """What the recipes that start a query take alike.
 
