@@ -27,9 +27,9 @@ def test_every_row_is_written_or_reported(
     # Keys that are empty, or missing, or too long.
     rows += [("", "x", 0, 0), (None, "x", 0, 0), ("y" * 251, "x", 0, 0)]  # type: ignore[list-item]
     frame = spark.createDataFrame(rows, "id string, text string, f int, e long")
-    options = {"flagsColumn": "f", "expiryColumn": "e"}
-    for _ in range(2):
-        # A second load counts only its own dead letters.
+    columns = {"flagsColumn": "f", "expiryColumn": "e"}
+    for options in (columns, *[{**columns, "writeId": "load"}] * 2):
+        # Each load counts its own dead letters, also those in the place of another's.
         loaded = bulk_load(
             frame,
             url,

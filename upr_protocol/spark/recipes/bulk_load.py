@@ -80,22 +80,24 @@ def bulk_load(
     rows = frame.observe(counted, F.count(F.lit(1)).alias("rows"))
     writer = rows.write.format("upr").mode("append").options(**(options or {}))
     writer = writer.option("url", url).option("keyColumn", key).option("valueColumn", value)
-    old_files: set[Path] = set()
+    old_files: set[tuple[Path, int]] = set()
     folder = None
     if dead_letters is not None:
         folder = plain_path(dead_letters)
-        old_files = set(_letters(folder))
+        old_files = _letters(folder)
         writer = writer.option("onError", "deadLetter").option("deadLetterPath", str(folder))
     with plain_errors():
         writer.save()
-    new_files = (
-        [] if folder is None else [path for path in _letters(folder) if path not in old_files]
-    )
-    failed = sum(parquet.read_metadata(path).num_rows for path in new_files)
+    failed = 0
+    if folder is not None:
+        new_files = _letters(folder) - old_files
+        failed = sum(parquet.read_metadata(path).num_rows for path, _ in new_files)
     loaded = LoadResult(int(counted.get["rows"]) - failed, failed, time.monotonic() - started_at)
     on_progress(str(loaded))
     return loaded
 
 
-def _letters(folder: Path) -> list[Path]:
-    return sorted(folder.glob("part-*.parquet"))
+def _letters(folder: Path) -> set[tuple[Path, int]]:
+    """The files of dead letters, and when they were written: with a `writeId`, a load replaces the
+    files of the one before."""
+    return {(path, path.stat().st_mtime_ns) for path in folder.glob("part-*.parquet")}
