@@ -278,6 +278,27 @@ async def test_a_replica_reports_one_state_while_it_does_not_reach_the_other(
         await eventually(partial(is_reported, reached), "it is on disk and reported")
 
 
+async def test_changes_are_on_disk_with_their_history_though_another_partition_was_refused(
+    autojump_clock: MockClock,
+) -> None:
+    """Under the log of the history before, nobody would know that they may have to be undone."""
+    async with replica(partition_count=2) as follower:
+        source = follower.source
+        await follower.assign(*[Assignment("a", {"b": ""})] * 2)
+        source.put(key_in(PARTITION, 2), b"value")
+        await follower.persist()
+        source.refuse = lambda message: (
+            Status.WRONG_STATE
+            if isinstance(message, Stream) and message.partition == OTHER_PARTITION
+            else None
+        )
+        await follower.lose(1)
+        source.refuse = lambda _message: None
+        source.put(key_in(PARTITION, 2), b"newer value")
+        await follower.persist()
+        assert follower.partition.failover_log.current == NEW_HISTORY
+
+
 async def test_the_figures_call_the_disk_full_only_while_it_is(autojump_clock: MockClock) -> None:
     async with replica() as follower:
         await follower.receive(b"1")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterator
 
 import trio.testing
 from hypothesis import settings
@@ -12,14 +13,16 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from tests.kit.effort import effort
 from tests.kit.fake_server import FakeConnection, FakeServer
 from tests.kit.mirror import Mirror
+from tests.kit.placed_keys import key_in
 from upr_protocol.client import BarrierReached, RolledBack, SnapshotEnd
-from upr_protocol.client.core.delivery_tracker import Delivery, RollbackRequest
+from upr_protocol.client.core.delivery_tracker import Delivery, RollbackRequest, SavePriority
 from upr_protocol.client.core.events import ChunkReceived
 from upr_protocol.client.core.handshake import Handshake
 from upr_protocol.client.core.resume_state import ResumeState
 from upr_protocol.client.core.stream_follower import StreamFollower
 from upr_protocol.client.core.subscription import Subscription, SubscriptionState
 from upr_protocol.errors import Status
+from upr_protocol.failover import FailoverLog
 from upr_protocol.ids import PartitionId
 from upr_protocol.limits import OPEN_BARRIERS_MAX, WINDOW_BYTES_MIN
 from upr_protocol.session import ClientSession
@@ -53,6 +56,9 @@ class Machine(RuleBasedStateMachine):
         """By partition the last complete snapshot's end, as the events tell it."""
         self.received = [0] * PARTITIONS
         """By partition the highest number, as the events tell it."""
+        self.processed_logs: dict[PartitionId, FailoverLog] = {}
+        self.saved_logs: dict[PartitionId, FailoverLog] = {}
+        """The logs of the positions that a consumer has saved that saves only when it must."""
         self.processed_complete = [0] * PARTITIONS
         self.barriers: dict[bytes, list[int]] = {}
         """By cookie what each partition had when the barrier was opened; -1 once it lost some."""
@@ -91,14 +97,14 @@ class Machine(RuleBasedStateMachine):
         for data in self.session.take_outgoing(NOW):
             self.connection.receive(bytes(data), NOW)
 
-    def carry_to_client(self, bytes_max: int = 1 << 30) -> list[Message]:
+    def carry_to_client(self, bytes_max: int = 1 << 30) -> Iterator[Message]:
         """Carries so many bytes of what the server has to send; gives the messages in them."""
         assert self.session is not None
         assert self.connection is not None
         self.connection.step()
         data = b"".join(self.connection.session.take_outgoing(NOW))[:bytes_max]
         self.session.receive(data, NOW)
-        return list(self.session.messages())
+        return self.session.messages()
 
     @precondition(lambda self: self.connection is not None)
     @rule(rounds=st.integers(1, 5))
@@ -193,6 +199,7 @@ class Machine(RuleBasedStateMachine):
             assert not isinstance(event, RollbackRequest), "there is no undo callback"
             if event is not None:
                 self.mirror.apply(event)
+            self.save(delivery)
             if isinstance(event, BarrierReached):
                 self.barrier_reached(event)
             elif isinstance(event, SnapshotEnd):
@@ -200,6 +207,16 @@ class Machine(RuleBasedStateMachine):
             elif isinstance(event, RolledBack):
                 self.processed_complete[event.partition] = int(event.to)
             self.follower.acknowledge(delivery)
+
+    def save(self, delivery: Delivery) -> None:
+        """Saves when a consumer must. A partition's log is saved before any data of it."""
+        if delivery.position is not None:
+            partition, position = delivery.position
+            if isinstance(delivery.event, ChunkReceived):
+                assert self.saved_logs.get(partition) == position.log
+            self.processed_logs[partition] = position.log
+        if delivery.priority is SavePriority.URGENT:
+            self.saved_logs = dict(self.processed_logs)
 
     def barrier_reached(self, event: BarrierReached) -> None:
         ends = self.barriers.pop(event.cookie)
@@ -243,3 +260,31 @@ TestStreamFollower = Machine.TestCase
 TestStreamFollower.settings = settings(
     max_examples=effort(60, 1000), stateful_step_count=40, deadline=None
 )
+
+
+def test_logs_are_saved_before_data_though_the_last_answer_is_a_refusal() -> None:
+    machine = Machine()
+    machine.refuse_streams(PartitionId(PARTITIONS - 1), is_refused=True)
+    machine.connect()
+    machine.server.put(key_in(0, PARTITIONS), b"v")
+    machine.exchange(5)
+    machine.process(100)
+    assert machine.complete[0] == 1
+    machine.teardown()
+
+
+def test_logs_are_saved_before_data_though_the_connection_that_brought_them_was_lost() -> None:
+    machine = Machine()
+    machine.connect()
+    machine.exchange(5)
+    machine.fail_over(PartitionId(0), kept_share=1.0)
+    machine.connect()
+    machine.carry_to_server()
+    machine.take_in(next(machine.carry_to_client()))
+    machine.cut()
+    machine.connect()
+    machine.server.put(key_in(0, PARTITIONS), b"v")
+    machine.exchange(5)
+    machine.process(100)
+    assert machine.complete[0] == 1
+    machine.teardown()

@@ -72,7 +72,6 @@ class _ConnectionStreams:
     Attributes:
         connection_number: The connection's number, among those of all followers.
         has_sent_go: Whether `Go` was sent: data may come.
-        has_new_logs: Whether an answer has changed a position that is yet to be saved.
         requested_partitions: Streams that the node has yet to answer for.
         partitions_to_reopen: Streams to request once an earlier stream of the partition has ended.
         barriers: By cookie of a barrier that was sent the streams that it passes.
@@ -83,7 +82,6 @@ class _ConnectionStreams:
     handshake: Handshake
     connection_number: int
     has_sent_go: bool = False
-    has_new_logs: bool = False
     requested_partitions: set[PartitionId] = attrs.field(factory=set)
     streaming_partitions: set[PartitionId] = attrs.field(factory=set)
     partitions_to_reopen: set[PartitionId] = attrs.field(factory=set)
@@ -301,7 +299,13 @@ class StreamFollower:
         connection = self._connection
         assert connection is not None
         if type(message) in SNAPSHOT_MESSAGES:
-            return self._snapshots.receive(message, connection.connection_number)
+            deliveries = self._snapshots.receive(message, connection.connection_number)
+            if message.partition in self._state.unsaved_logs:
+                # The last answer before `Go` was a refusal; or the log came over a connection that
+                # was lost before its `Go`, and is not new on this one.
+                self._state.unsaved_logs.clear()
+                return (Delivery(None, priority=SavePriority.URGENT), *deliveries)
+            return deliveries
         if isinstance(message, CycleEnd):
             return (Delivery(CycleCompleted(message.cycle)),)
         if isinstance(message, BarrierReply):
@@ -364,18 +368,17 @@ class StreamFollower:
         new_position = resume_state.position_after_acceptance(old_position, log)
         state.resume_state.positions[partition] = new_position
         # The first time the position itself may be new to the application: that of "now".
-        connection.has_new_logs |= (
-            partition not in state.accepted_partitions or new_position != old_position
-        )
+        if partition not in state.accepted_partitions or new_position != old_position:
+            state.unsaved_logs.add(partition)
         state.accepted_partitions.add(partition)
         self._go_if_all_answered(connection)
         self.send_barriers()
         # The last answer before `Go` has the logs of all streams saved, before any data. Only a
         # snapshot's missing end comes before `Go`: it has its own log saved.
         has_missing_end = new_position.last_complete != old_position.last_complete
-        is_urgent = has_missing_end or (connection.has_sent_go and connection.has_new_logs)
+        is_urgent = has_missing_end or (connection.has_sent_go and bool(state.unsaved_logs))
         if connection.has_sent_go:
-            connection.has_new_logs = False
+            state.unsaved_logs.clear()
         event = StreamAccepted(partition, log) if state.subscription.with_logs else None
         priority = SavePriority.URGENT if is_urgent else SavePriority.PARTIAL
         deliveries = [Delivery(event, (partition, new_position), priority=priority)]

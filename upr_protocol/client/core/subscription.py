@@ -77,6 +77,8 @@ class SubscriptionState:
         partitions: The partitions to stream; None until a node has told how many there are.
         remaining_partitions: Those of them whose streams have not ended for good.
         accepted_partitions: The partitions whose stream a node has accepted at least once.
+        unsaved_logs: The partitions whose position an answer has changed, if no delivery since
+            then has that saved. It must be saved before any data of them.
         pending_rollbacks: The rollbacks that the application is undoing. Meanwhile their streams
             are not requested, on any connection: their positions are about to move.
         partition_count: How many partitions the bucket has; 0 until a node has told.
@@ -88,6 +90,7 @@ class SubscriptionState:
         self.partitions: tuple[PartitionId, ...] | None = None
         self.remaining_partitions: set[PartitionId] = set()
         self.accepted_partitions: set[PartitionId] = set()
+        self.unsaved_logs: set[PartitionId] = set()
         self.pending_rollbacks: dict[PartitionId, RollbackRequest] = {}
         self.barriers = BarrierTracker()
         self.rollback_count = 0
