@@ -314,6 +314,11 @@ class FakeConnection:
             self._turn = None
         self.session.send(StreamEnd(partition=partition, opaque=stream.opaque, status=status))
 
+    def end_stream(self, partition: PartitionId, status: Status) -> None:
+        """Ends one stream."""
+        self._end(partition, status)
+        self.wake()
+
     def end_streams(self, status: Status) -> None:
         for partition in list(self._streams):
             self._end(partition, status)

@@ -299,6 +299,31 @@ async def test_changes_are_on_disk_with_their_history_though_another_partition_w
         assert follower.partition.failover_log.current == NEW_HISTORY
 
 
+async def test_a_partition_that_the_source_refuses_keeps_no_other_from_being_replicated(
+    autojump_clock: MockClock,
+) -> None:
+    """Its copy there may be damaged; that of the other is not."""
+    async with replica(partition_count=2) as follower:
+        source = follower.source
+        source.refuse = lambda message: (
+            Status.NOT_MY_PARTITION
+            if isinstance(message, Stream) and message.partition == OTHER_PARTITION
+            else None
+        )
+        await follower.assign(*[Assignment("a", {"b": ""})] * 2)
+        source.put(key_in(PARTITION, 2), b"value")
+        await follower.persist()
+        opens = source.bucket_opens
+        await trio.sleep(600)
+        source.put(key_in(PARTITION, 2), b"value")
+        await follower.persist()
+        assert "told to" in trouble(follower)
+        source.refuse = lambda _message: None
+        await trio.sleep(1)
+        assert trouble(follower) == ""
+        assert source.bucket_opens == opens, "the connection goes on"
+
+
 async def test_the_figures_call_the_disk_full_only_while_it_is(autojump_clock: MockClock) -> None:
     async with replica() as follower:
         await follower.receive(b"1")

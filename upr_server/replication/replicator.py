@@ -101,6 +101,8 @@ class Replicator:
         self._system = system
         # By each partition whose stream was accepted. A consumer asks for one state.
         self._consumers: dict[PartitionId, ReplicaConsumer] = {}
+        # That of each state, while there is one.
+        self._current_consumers: dict[PartitionState, ReplicaConsumer] = {}
         self._scope = trio.CancelScope()
         self._ended = trio.Event()
         # Partitions that have something to be written, in the order in which it came, each with the
@@ -144,7 +146,9 @@ class Replicator:
                 try:
                     await self._flush()
                 finally:
-                    self._consumers.clear()  # which refer to this object
+                    # They refer to this object.
+                    self._consumers.clear()
+                    self._current_consumers.clear()
                     self._ended.set()
 
     def cancel(self) -> None:
@@ -197,6 +201,7 @@ class Replicator:
                     dial=self._system.dial,
                     draw=self._system.draw,
                 ) as consumer:
+                    self._current_consumers[state] = consumer
                     async for event in consumer:
                         self._receive(consumer, event)
                         if isinstance(event, ChunkReceived):
@@ -205,6 +210,7 @@ class Replicator:
             except UprError as error:
                 self._system.log_in_pauses.note_error(self._address, error)
                 self.trouble = str(error)
+            self._current_consumers.pop(state, None)
             write_log = log.debug if self.trouble == logged_trouble else log.warning
             logged_trouble = self.trouble
             write_log(
@@ -488,8 +494,17 @@ class Replicator:
             "partitions": len(self.source.partitions),
             "commits": self._commits,
             "waiting_bytes": self._dirty_bytes,
-            "trouble": self.trouble,
+            "trouble": self.trouble or self._refusal(),
         }
+
+    def _refusal(self) -> str:
+        """Why the source does not give some of the partitions; empty while it gives all."""
+        for consumer in self._current_consumers.values():
+            figures = consumer.statistics()
+            if figures.unplaced_partitions:
+                count = len(figures.unplaced_partitions)
+                return f"{count} of the partitions are refused: {figures.unplaced_reason}"
+        return ""
 
 
 class _DiskResume:

@@ -5,15 +5,18 @@ from __future__ import annotations
 import random
 from contextlib import AbstractAsyncContextManager
 
+import pytest
 import trio
 from trio.testing import MockClock
 
 from tests.kit.consuming import fill_one_partition, until_completed
 from tests.kit.fake_net import FakeNet
 from tests.kit.fake_server import FakeServer
+from tests.kit.placed_keys import key_in
 from upr_protocol.client import (
     AnswersReceived,
     ChunkReceived,
+    Event,
     ReplicaConsumer,
     SnapshotEnd,
     SnapshotStart,
@@ -21,8 +24,9 @@ from upr_protocol.client import (
     consume,
     consume_as_replica,
 )
+from upr_protocol.errors import ServerError, Status
 from upr_protocol.ids import HistoryId, PartitionId, PartitionState, SeqNo
-from upr_protocol.wire import ReplicaAck
+from upr_protocol.wire import Message, ReplicaAck, Stream
 
 URL = "upr://fake/b"
 P = PartitionId(0)
@@ -93,3 +97,64 @@ async def test_reports_reach_the_server_while_there_is_a_connection(
         net.down = False
         await trio.sleep(20)
         assert server.reports == [expected]
+
+
+async def until_event(consumer: ReplicaConsumer, awaited: Event) -> None:
+    with trio.fail_after(60):
+        async for event in consumer:
+            if event == awaited:
+                break
+
+
+async def test_a_stream_that_is_refused_does_not_interrupt_the_others(
+    net: FakeNet, server: FakeServer, autojump_clock: MockClock
+) -> None:
+    """Publishers wait for what the replica reports of these."""
+    refused = PartitionId(P + 1)
+
+    def refuse(message: Message) -> Status | None:
+        is_refused = isinstance(message, Stream) and message.partition == refused
+        return Status.WRONG_STATE if is_refused else None
+
+    server.refuse = refuse
+    key, refused_key = (key_in(partition, len(server.partitions)) for partition in (P, refused))
+    server.put(key, b"v")
+    server.put(refused_key, b"v")
+    async with as_replica(net) as consumer:
+        await until_event(consumer, SnapshotEnd(P, SeqNo(1)))
+        # The node may refuse it for as long as it likes.
+        await trio.sleep(600)
+        figures = consumer.statistics()
+        assert figures.unplaced_partitions == [refused]
+        assert "told to" in figures.unplaced_reason
+        server.put(key, b"w")
+        await until_event(consumer, SnapshotEnd(P, SeqNo(2)))
+        server.refuse = lambda _message: None
+        await until_event(consumer, SnapshotEnd(refused, SeqNo(1)))
+        assert not consumer.statistics().unplaced_partitions
+    assert net.dialled == 1
+
+
+async def test_a_stream_that_ends_does_not_interrupt_the_others(
+    net: FakeNet, server: FakeServer, autojump_clock: MockClock
+) -> None:
+    ended = PartitionId(P + 1)
+    async with as_replica(net) as consumer:
+        await until_event(consumer, StreamAccepted(ended, server.partitions[ended].log))
+        await trio.sleep(1)
+        (connection,) = server.connections
+        connection.end_stream(ended, Status.BACKFILL_FAILED)
+        await until_event(consumer, StreamAccepted(ended, server.partitions[ended].log))
+        server.put(key_in(ended, len(server.partitions)), b"v")
+        await until_event(consumer, SnapshotEnd(ended, SeqNo(1)))
+    assert net.dialled == 1
+
+
+async def test_a_connection_ends_when_all_of_its_streams_are_refused(
+    net: FakeNet, server: FakeServer, autojump_clock: MockClock
+) -> None:
+    server.refuse = lambda message: Status.WRONG_STATE if isinstance(message, Stream) else None
+    async with as_replica(net) as consumer:
+        with pytest.raises(ServerError, match="told to"):
+            await until_completed(consumer)
+    assert net.dialled > 1

@@ -130,6 +130,17 @@ class StreamFollower:
         """Whether every stream, of all nodes, has ended for good."""
         return self._state.is_finished
 
+    @property
+    def has_streams_to_keep(self) -> bool:
+        """Whether the connection goes on when its node refuses a stream: that of a replica which
+        has other streams there, or has asked for some. Publishers may wait for its reports."""
+        connection = self._connection
+        return (
+            self._state.subscription.with_answers
+            and connection is not None
+            and bool(connection.requested_partitions or connection.streaming_partitions)
+        )
+
     # The life of a connection.
 
     def connection_made(self, session: ClientSession, handshake: Handshake) -> None:

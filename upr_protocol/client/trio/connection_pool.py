@@ -17,7 +17,7 @@ import trio
 
 from upr_protocol.address import Address
 from upr_protocol.client.core.metadata import ClusterMetadata, partition_map_of
-from upr_protocol.client.core.retry import RetryState
+from upr_protocol.client.core.retry import MAP_WAIT_S_MAX, RetryState
 from upr_protocol.client.core.routing import PartitionRouter
 from upr_protocol.client.trio.connection import (
     ConnectionHandler,
@@ -372,7 +372,8 @@ class ConnectionPool(Generic[H]):
         )
 
     async def _refresh_map(self) -> None:
-        """Asks for the map whenever there is a reason to, but not all the time."""
+        """Asks for the map whenever there is a reason to, but not all the time. Where a single node
+        has refused some partitions, it is asked for them again."""
         assert self._nursery is not None
         while True:
             if self._needs_map:
@@ -384,9 +385,14 @@ class ConnectionPool(Generic[H]):
                 error = self.router.timeout_error(self._owner.is_waiting_for, now)
                 if error is not None:
                     self._stop(error)
+            elif self.router.has_unplaced:
+                self._route()
             if self._needs_map:
                 now = trio.current_time()
                 round_at = max(self._refresher.next_round_at, now)
                 await trio.sleep_until(min(round_at, self.router.next_retry_at(now)))
+            elif self.router.has_unplaced:
+                # Not each when it is due: to place a thousand partitions takes milliseconds.
+                await trio.sleep(MAP_WAIT_S_MAX)
             else:
                 await self._map_needed.wait()

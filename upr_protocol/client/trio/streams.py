@@ -130,7 +130,11 @@ class NodeStreams(NodeHandler):
         connection, follower = self._connection, self.follower
         refused_streams, follower.refused_streams = follower.refused_streams, []
         for refused_stream in refused_streams:
-            if self._connections.metadata.is_single_node and connection is not None:
+            if (
+                self._connections.metadata.is_single_node
+                and connection is not None
+                and not follower.has_streams_to_keep
+            ):
                 connection.fail(refused_stream.error)  # there is no other node to try meanwhile
                 return
             self._connections.note_refused(
