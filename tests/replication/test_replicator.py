@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from functools import partial
 from typing import Any, Final
@@ -44,6 +44,7 @@ from upr_server.engine.publisher_answers import BATCHES_MAX
 from upr_server.replication.received_snapshots import ReceivedSnapshots
 from upr_server.replication.replicator import (
     COLLECTED_PARTITIONS,
+    NOTIFIED_BYTES,
     RECONNECT_S,
     REPLICATION_RETRY_S,
     STEP_ANSWER_BYTES,
@@ -314,7 +315,7 @@ async def test_a_partition_that_the_source_refuses_keeps_no_other_from_being_rep
         source.put(key_in(PARTITION, 2), b"value")
         await follower.persist()
         opens = source.bucket_opens
-        await trio.sleep(600)
+        await trio.sleep(20)
         source.put(key_in(PARTITION, 2), b"value")
         await follower.persist()
         assert "told to" in trouble(follower)
@@ -521,19 +522,21 @@ async def test_a_chunk_costs_the_same_however_many_partitions_wait_for_the_disk(
 
 
 class LargestStep(trio.abc.Instrument):
-    """Notes how many answers to publishers one step of any task has added at most."""
+    """Notes by how much one step of any task has raised a number at most."""
 
-    def __init__(self, partition: Partition) -> None:
+    def __init__(self, number: Callable[[], int]) -> None:
         self.added_count = 0
-        self._answers = partition.repeated_batches.answers
-        self._count = self._remembered_count()
-
-    def _remembered_count(self) -> int:
-        return len(self._answers.answers_between(0, 1))
+        self._number = number
+        self._count = number()
 
     def after_task_step(self, task: trio.lowlevel.Task) -> None:
-        count_before, self._count = self._count, self._remembered_count()
+        count_before, self._count = self._count, self._number()
         self.added_count = max(self.added_count, self._count - count_before)
+
+
+def answers_of(follower: Replica) -> int:
+    """How many answers to publishers it remembers."""
+    return len(follower.partition.repeated_batches.answers.answers_between(0, 1))
 
 
 async def test_many_answers_to_publishers_are_taken_in_steps(autojump_clock: MockClock) -> None:
@@ -546,7 +549,7 @@ async def test_many_answers_to_publishers_are_taken_in_steps(autojump_clock: Moc
             for writer in range(1, step_count * STEP_ANSWERS // BATCHES_MAX + 1)
             for counter in range(BATCHES_MAX)
         )
-        largest_step = LargestStep(follower.partition)
+        largest_step = LargestStep(partial(answers_of, follower))
         trio.lowlevel.add_instrument(largest_step)
         await follower.receive(b"1")
         await follower.persist()
@@ -567,7 +570,7 @@ async def test_large_answers_to_publishers_are_taken_in_more_steps(
         follower.source.answers = tuple(
             (writer.to_bytes(16), 1, 1, packed) for writer in range(1, count + 1)
         )
-        largest_step = LargestStep(follower.partition)
+        largest_step = LargestStep(partial(answers_of, follower))
         trio.lowlevel.add_instrument(largest_step)
         await follower.receive(b"1")
         await follower.persist()
@@ -600,6 +603,25 @@ async def test_a_commit_of_partitions_with_many_readers_is_noted_in_steps(
         )
         trio.lowlevel.remove_instrument(steps)
         assert steps.count > count
+
+
+async def test_the_keys_of_a_large_commit_are_searched_in_steps(autojump_clock: MockClock) -> None:
+    """What a replica receives of one partition may come to 32 MiB before a slow commit ends."""
+    count = 36
+    async with replica() as follower:
+        told: list[int] = []
+        follower.partition._on_update = lambda _designs, updates: told.append(updates)
+        follower.source.chunk_mutations = 1
+        follower.store.commit_s = 0.5
+        for index in range(count):
+            follower.source.put(b"%d" % index, bytes(4 * NOTIFIED_BYTES))
+        largest_step = LargestStep(lambda: len(told))
+        trio.lowlevel.add_instrument(largest_step)
+        await follower.persist()
+        await trio.sleep(1)
+        trio.lowlevel.remove_instrument(largest_step)
+        assert len(told) == count
+        assert largest_step.added_count <= STEP_PARTITIONS // 4
 
 
 async def test_unindexed_changes_can_be_undone_however_old_they_are(

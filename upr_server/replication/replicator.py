@@ -46,6 +46,10 @@ COLLECTED_PARTITIONS: Final = 8
 """Partitions whose changes one step takes for a commit, or drops, each perhaps with hundreds of
 answers to publishers."""
 
+NOTIFIED_BYTES: Final = 16 * 1024
+"""Bytes of chunks whose keys are searched for design documents in the time that it takes to move a
+partition to where its disk stands: a step searches 1 MiB."""
+
 RECEIVED_COMMIT_BYTES: Final = 8 * 1024 * 1024
 """A commit takes no further partition once it has come to this; see the flusher's."""
 
@@ -406,11 +410,18 @@ class Replicator:
         ):
             step_cost = 0
             while writes:
+                write = writes.pop()
+                partition = self._partition(PartitionId(write.partition))
                 # Each reader of a partition is sent on to the disk by it.
-                partition_id = PartitionId(writes[-1].partition)
-                step_cost += self._partition(partition_id).manager.cursor_count
+                step_cost += partition.manager.cursor_count
                 # What was written is freed in these steps, too.
-                self._note_committed(writes.pop(), logs.pop())
+                self._note_committed(write, logs.pop())
+                for chunk in write.chunks:
+                    step_cost += chunk.nbytes // NOTIFIED_BYTES
+                    if step_cost >= STEP_PARTITIONS:
+                        step_cost = 0
+                        await trio.lowlevel.checkpoint()
+                    partition.notify_update((chunk,))
                 if step_cost >= STEP_PARTITIONS:
                     step_cost = 0
                     await trio.lowlevel.checkpoint()
@@ -420,7 +431,6 @@ class Replicator:
         partition = self._partition(partition_id)
         self._on_disk[partition_id] = write.record
         move_to_record(partition, write.record)
-        partition.notify_update(write.chunks)
         partition.purge_seq = max(partition.purge_seq, write.purge_seq)
         if partition.failover_log != failover_log:
             partition.change_state(partition.state, failover_log)

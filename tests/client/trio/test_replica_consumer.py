@@ -123,7 +123,7 @@ async def test_a_stream_that_is_refused_does_not_interrupt_the_others(
     async with as_replica(net) as consumer:
         await until_event(consumer, SnapshotEnd(P, SeqNo(1)))
         # The node may refuse it for as long as it likes.
-        await trio.sleep(600)
+        await trio.sleep(20)
         figures = consumer.statistics()
         assert figures.unplaced_partitions == [refused]
         assert "told to" in figures.unplaced_reason
