@@ -191,14 +191,52 @@ async def starts_after_a_full_disk(follower: Replica) -> set[SeqNo]:
     return set(follower.starts[streams_before:])
 
 
+async def test_a_map_is_refused_that_would_drop_what_waits_for_room(
+    autojump_clock: MockClock,
+) -> None:
+    """A failover that fences this replica may find what it received nowhere else."""
+    fenced = Assignment(replicas={"a": "", "b": ""}, lost_active="a")
+    async with replica() as follower:
+        await follower.receive(b"1", b"2", b"3")
+        await follower.persist()
+        map_before = follower.cluster.map
+        follower.store.is_full = True
+        await follower.receive(b"4")
+        await trio.sleep(1.0)
+        for _ in range(2):
+            with pytest.raises(DiskFullError, match="waits for room"):
+                await follower.assign(fenced)
+            follower.cluster.map = map_before
+        follower.store.is_full = False
+        await trio.sleep(2 * REPLICATION_RETRY_S)
+        await follower.assign(fenced)
+        assert follower.partition.high_seq == 4
+
+
+async def test_a_node_whose_disk_is_full_can_give_its_copies_up(autojump_clock: MockClock) -> None:
+    async with replica() as follower:
+        await follower.receive(b"1")
+        await follower.persist()
+        map_before = follower.cluster.map
+        follower.store.is_full = True
+        await follower.receive(b"2")
+        await trio.sleep(1.0)
+        with pytest.raises(DiskFullError):
+            await follower.assign(Assignment("a"))
+        follower.cluster.map = map_before
+        await follower.assign(Assignment("a"))
+        assert follower.partition.state is PartitionState.DEAD
+
+
 async def test_a_full_disk_takes_a_replica_back_to_what_was_committed(
     autojump_clock: MockClock,
 ) -> None:
-    """A map that ends the replication drops what finds no room, so it is asked for again."""
+    """A map that ends the replication drops what finds no room then, so it is asked for again."""
     async with replica() as follower:
         await follower.receive(b"1", b"2", b"3")
         await follower.persist()
         follower.store.is_full = True
+        follower.store.commit_s = 5.0
         await follower.receive(b"4")
         assert await starts_after_a_full_disk(follower) == {3}
 
@@ -212,6 +250,7 @@ async def test_a_full_disk_drops_the_answers_of_the_batches_that_it_drops(
         await follower.receive(b"1")
         await follower.persist()
         follower.store.is_full = True
+        follower.store.commit_s = 5.0
         token = WriterToken(bytes(range(16)), 1)
         applied = MutateResult(HistoryId(1), SeqNo(2), SeqNo(2), Cas(2))
         follower.source.answers = ((token.writer, token.counter, 2, pack_result(applied)),)
@@ -238,6 +277,7 @@ async def test_a_full_disk_takes_a_replica_back_to_what_a_rollback_left(
         await follower.receive(b"1", b"2", b"3", b"4", b"5")
         await follower.persist()
         follower.store.fills_up = True
+        follower.store.commit_s = 5.0
         await follower.lose(2)
         assert follower.store.is_full
         assert follower.partition.high_seq == 2
@@ -421,10 +461,12 @@ async def test_a_full_disk_drops_a_chunk_that_waits_for_its_snapshots_end(
         await follower.assign(assignment, assignment)
         # The next replication is told that the snapshot ends with this chunk, and cannot write it.
         follower.store.is_full = True
+        follower.store.commit_s = 5.0
         await trio.sleep(1.0)
         with pytest.raises(DiskFullError):
             await follower.assign(assignment, Assignment("a"))
         follower.store.is_full = False
+        follower.store.commit_s = 0.0
         source.resume()
         await follower.persist()
         assert follower.partition.high_seq == row.seq
@@ -470,6 +512,7 @@ async def test_what_a_full_disk_drops_is_dropped_in_steps(autojump_clock: MockCl
         await follower.assign(*[Assignment("a", {"b": ""})] * count)
         await trio.sleep(1)  # the logs are on disk
         follower.store.is_full = True
+        follower.store.commit_s = 5.0
         for partition in range(count):
             follower.source.put(key_in(partition, count), b"value")
         await trio.sleep(1)

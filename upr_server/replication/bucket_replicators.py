@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Mapping
+from collections.abc import Collection, Generator, Mapping
 
 import trio
 
@@ -44,6 +44,25 @@ class BucketReplicators:
     def discard_received(self, partition: PartitionId) -> None:
         """This node does not replicate the partition any more."""
         self._received_snapshots.pop(partition, None)
+
+    def check_room(
+        self, sources: Mapping[str, ReplicationSource], held_partitions: Collection[PartitionId]
+    ) -> None:
+        """Checks that `stop_all_but` would drop nothing of `held_partitions` that waits for room on
+        a full disk.
+
+        Raises:
+            DiskFullError: It would.
+        """
+        for name, replicator in self._replicators.items():
+            if (
+                replicator.waits_for_room
+                and sources.get(name) != replicator.source
+                and not replicator.source.partitions.keys().isdisjoint(held_partitions)
+            ):
+                raise DiskFullError(
+                    f"what came from {name} waits for room on disk: {replicator.waits_for_room}"
+                )
 
     async def stop_all_but(self, sources: Mapping[str, ReplicationSource]) -> None:
         """Stops the replicators that are not of `sources`, or replicate other partitions. What they

@@ -160,9 +160,16 @@ class ClusteredBucket:
         demoted_logs: dict[Partition, FailoverLog],
     ) -> list[RoleChange]:
         """Writes to disk what `new_map` relies on, then `new_map` and its changes of roles."""
+        sources = await self._sources(new_map)
+        # What a replica has received may be all that is left of what was acknowledged. A failover
+        # would be refused if it were dropped here, and would go on without it when it is repeated.
+        held_partitions = {
+            partition.id for partition, state in states.items() if state is not PartitionState.DEAD
+        }
+        self.replicators.check_room(sources, held_partitions)
         # A replicator moves numbers and failover logs: those that end are to be settled before the
         # new logs are made of them.
-        await self.replicators.stop_all_but(await self._sources(new_map))
+        await self.replicators.stop_all_but(sources)
         # The next active is told that everything up to the last number is here: a crash after this
         # must not take it back.
         await self._persist(list(demoted_logs))

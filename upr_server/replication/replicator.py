@@ -81,6 +81,7 @@ class Replicator:
     Attributes:
         source: Where it replicates from, and which partitions.
         trouble: Why it does not replicate now; empty while it does.
+        waits_for_room: Why there is no room on disk for what was received; empty while there is.
     """
 
     def __init__(
@@ -95,6 +96,7 @@ class Replicator:
     ) -> None:
         self.source = source
         self.trouble = ""
+        self.waits_for_room = ""
         self._source_name = source_name
         self._server = server
         self._disk = disk
@@ -353,22 +355,22 @@ class Replicator:
     async def _write_to_disk(self, writes: list[PartitionWrite]) -> None:
         """Puts it on disk, and moves the partitions there. Waits for room on a full disk, until the
         replicator is to stop or the bucket is deleted; then it is dropped."""
-        full_disk = ""
         while not self._is_deleted:
             try:
                 await self._write_once(writes)
             except DiskFullError as error:
-                if not full_disk:
+                if not self.waits_for_room:
                     log.error(
                         "disk full; retrying", bucket=self._disk.bucket.name, error=str(error)
                     )
-                full_disk = self.trouble = str(error)
+                self.waits_for_room = self.trouble = str(error)
             else:
-                if full_disk and self.trouble == full_disk:
+                if self.waits_for_room and self.trouble == self.waits_for_room:
                     self.trouble = ""
+                self.waits_for_room = ""
                 return
             if self._is_stopping:
-                self._drop_reason = self.trouble
+                self._drop_reason = self.waits_for_room
                 await self._drop_received()
                 return
             await trio.sleep(REPLICATION_RETRY_S)
