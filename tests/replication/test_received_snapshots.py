@@ -8,7 +8,7 @@ from upr_protocol.chunk import Chunk, Mutation
 from upr_protocol.errors import RemoteProtocolError
 from upr_protocol.failover import FailoverLog, PartialSnapshot, Position
 from upr_protocol.ids import Cas, HistoryId, Operation, SeqNo
-from upr_server.replication.received_snapshots import ReceivedSnapshots
+from upr_server.replication.received_snapshots import ANSWER_OVERHEAD_BYTES, ReceivedSnapshots
 
 HISTORY = HistoryId(7)
 LOG = FailoverLog.of_pairs([(7, 0)])
@@ -78,6 +78,20 @@ def test_answers_to_publishers_wait_for_the_end_of_their_snapshot() -> None:
     snapshots.add_chunk(chunk(3, 4))
     snapshots.end_snapshot(SeqNo(4))
     assert snapshots.take_write().answers == [answer]
+
+
+def test_answers_to_publishers_count_while_they_wait_for_the_disk() -> None:
+    """Those to batches of one change take several times as much as the changes."""
+    snapshots = received(2, chunk(1, 2))
+    chunk_bytes = snapshots.nbytes
+    answer = (bytes(16), 1, SeqNo(2), bytes(1000))
+    snapshots.add_answers([answer])
+    snapshots.discard_answers()
+    snapshots.add_answers([answer])
+    snapshots.end_snapshot(SeqNo(2))
+    assert snapshots.nbytes == chunk_bytes + 1000 + ANSWER_OVERHEAD_BYTES
+    snapshots.take_write()
+    assert snapshots.nbytes == 0
 
 
 def test_answers_without_their_snapshot_are_dropped_when_the_stream_begins_anew() -> None:

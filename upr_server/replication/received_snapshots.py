@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Final
 
 import msgspec
 
@@ -14,6 +15,9 @@ from upr_server.storage.records import PartialRecord, PartitionRecord
 
 PublisherAnswer = tuple[bytes, int, SeqNo, bytes]
 """An answer to a publisher: writer, batch, the partition's high number then, the answer."""
+
+ANSWER_OVERHEAD_BYTES: Final = 240
+"""What a received answer takes in memory beside its own bytes, about."""
 
 
 class ReceivedWrite(msgspec.Struct, frozen=True):
@@ -48,7 +52,7 @@ class ReceivedSnapshots:
         high: The last complete snapshot's end received.
         received_seq: Everything up to here was received.
         last_cas: The highest CAS received.
-        nbytes: Bytes of chunks that are to be put on disk.
+        nbytes: Bytes of chunks that are to be put on disk, and of answers to publishers with them.
         has_unwritten: Whether anything is to be put on disk.
         written_record: What is true of the partition without what is to be put on disk.
     """
@@ -74,6 +78,7 @@ class ReceivedSnapshots:
         self._ends: list[SeqNo] = []
         self._answers: list[PublisherAnswer] = []
         self._answers_of_snapshot: list[PublisherAnswer] = []
+        self._answer_bytes_of_snapshot = 0
         self.written_record = self.record()
 
     @classmethod
@@ -131,11 +136,13 @@ class ReceivedSnapshots:
         """Answers to batches of the snapshot under way, or of the next, came. They count once it is
         complete."""
         self._answers_of_snapshot += rows
+        self._answer_bytes_of_snapshot += sum(ANSWER_OVERHEAD_BYTES + len(row[3]) for row in rows)
 
     def discard_answers(self) -> None:
         """The stream begins anew, and sends the answers of the snapshot under way again. It may be
         another history's, in which those batches never were."""
         self._answers_of_snapshot = []
+        self._answer_bytes_of_snapshot = 0
 
     def end_snapshot(self, end: SeqNo) -> None:
         """The snapshot is complete.
@@ -151,7 +158,9 @@ class ReceivedSnapshots:
         self._partial = None
         self._ends.append(end)
         self._answers += self._answers_of_snapshot
+        self.nbytes += self._answer_bytes_of_snapshot
         self._answers_of_snapshot = []
+        self._answer_bytes_of_snapshot = 0
         self.has_unwritten = True
 
     def truncate(self, seq: SeqNo) -> None:
@@ -163,6 +172,7 @@ class ReceivedSnapshots:
         self.high = self.received_seq = seq
         self._partial = None
         self._answers_of_snapshot = []
+        self._answer_bytes_of_snapshot = 0
         self._purge_seq = SeqNo(0)
         self.has_unwritten = False
         self.written_record = self.record()
