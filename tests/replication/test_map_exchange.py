@@ -17,7 +17,7 @@ from upr_protocol.partition_map import Assignment, PartitionMap
 from upr_protocol.transport import dial_tcp
 from upr_protocol.wire import GetMap, Message
 from upr_server.net import HANDLERS
-from upr_server.replication.map_exchange import MAPS_TOLD_AT_ONCE, MapExchange
+from upr_server.replication.map_exchange import ASK_INTERVAL_S, MAPS_TOLD_AT_ONCE, MapExchange
 from upr_server.replication.node_connections import ASK_TIMEOUT_S, NodeConnections
 from upr_server.replication.partition_maps import PartitionMaps
 from upr_server.runtime import System
@@ -213,6 +213,27 @@ async def test_a_node_that_takes_no_maps_is_asked_about_other_buckets(
                 )
             await trio.sleep(2.0)
             assert told_count == MAPS_TOLD_AT_ONCE
+
+
+async def test_a_bucket_that_is_deleted_while_another_node_is_asked_stays_deleted(
+    network: MemoryNetwork, monkeypatch: pytest.MonkeyPatch, autojump_clock: MockClock
+) -> None:
+    partition_map = PartitionMap(
+        bucket="b",
+        revision=1,
+        nodes={"a": f"{HOST}:{PORT}", "c": f"{HOST}:{PORT + 2}"},
+        partitions=(Assignment("a", {"c": ""}),) * PARTITIONS,
+    )
+    async with node("a", "b", port=PORT) as server:
+
+        async def answer_late(*_: object) -> PartitionMap:
+            await server.catalog.delete_bucket("b")
+            return partition_map
+
+        monkeypatch.setattr(MapExchange, "_fetch", answer_late)
+        await server.partition_maps.set_map(0, partition_map.encode())
+        await trio.sleep(2 * ASK_INTERVAL_S)
+        assert server.catalog.disk_of("b") is None
 
 
 async def test_a_node_that_answers_with_the_map_of_another_bucket_changes_nothing(

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Awaitable, Callable
+from functools import partial
 from typing import Final
 
 import structlog
@@ -89,7 +90,7 @@ class MapExchange:
             index = self._last_asked[bucket] = (self._last_asked[bucket] + 1) % len(nodes)
             their_map = await self._fetch(connections, *nodes[index], bucket)
             if their_map is not None:
-                await self._try(self._partition_maps.adopt_map, their_map)
+                await self._adopt(their_map)
 
     async def _confirm(self, connections: NodeConnections, bucket: str) -> None:
         """Asks all other nodes of the bucket. The newest map counts, and one answer is enough: each
@@ -123,9 +124,13 @@ class MapExchange:
         # Another map of the same revision neither confirms this node's map nor replaces it.
         newest_map = max(answers, key=lambda their_map: their_map.revision)
         if newest_map.revision > revision:
-            await self._try(partition_maps.adopt_map, newest_map)
+            await self._adopt(newest_map)
         elif newest_map.revision < revision or newest_map == partition_maps.map_of(bucket):
             await self._try(partition_maps.confirm_map, bucket, revision)
+
+    async def _adopt(self, their_map: PartitionMap) -> None:
+        adopt_map = partial(self._partition_maps.adopt_map, replaces_only=True)
+        await self._try(adopt_map, their_map)
 
     async def _fetch(
         self, connections: NodeConnections, name: str, host_port: str, bucket: str

@@ -264,18 +264,25 @@ class PartitionMaps:
             raise ServerError(Status.BAD_ARGUMENT, f"{address} has no map of {bucket!r}")
         await self.adopt_map(their_map)
         partition_map = self.map_of(bucket)
-        assert partition_map is not None, "it was applied, or a newer one holds"
+        if partition_map is None:
+            raise ServerError(Status.NO_BUCKET, "the bucket was deleted")
         return partition_map
 
-    async def adopt_map(self, their_map: PartitionMap) -> bool:
+    async def adopt_map(self, their_map: PartitionMap, *, replaces_only: bool = False) -> bool:
         """Applies another node's map, if it is newer than the one that holds here.
 
+        Args:
+            their_map: The map.
+            replaces_only: Whether another map must hold here: a bucket that was deleted since that
+                node was asked stays deleted.
+
         Returns:
-            Whether it was.
+            Whether it was applied.
         """
         with trio.CancelScope(shield=True):
             async with self._lock:
-                if their_map.revision <= self.revision(their_map.bucket):
+                revision = self.revision(their_map.bucket)
+                if their_map.revision <= revision or (replaces_only and not revision):
                     return False
                 log.info(
                     "applying newer partition map",
