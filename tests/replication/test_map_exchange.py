@@ -236,6 +236,31 @@ async def test_a_bucket_that_is_deleted_while_another_node_is_asked_stays_delete
         assert server.catalog.disk_of("b") is None
 
 
+async def test_a_node_that_was_removed_tells_nobody_its_map(
+    network: MemoryNetwork, autojump_clock: MockClock
+) -> None:
+    """Its bucket was deleted on the other nodes, and made again."""
+    addresses = {"a": f"{HOST}:{PORT}", "c": f"{HOST}:{PORT + 2}"}
+    first_map = PartitionMap(
+        bucket="b",
+        revision=1,
+        nodes=addresses,
+        partitions=(Assignment("a", {"c": ""}),) * PARTITIONS,
+    )
+    last_map = PartitionMap(
+        bucket="b",
+        revision=2,
+        nodes={"a": addresses["a"]},
+        partitions=(Assignment("a"),) * PARTITIONS,
+    )
+    async with node("c", "b", port=PORT + 2) as server:
+        await server.partition_maps.set_map(0, first_map.encode())
+        await server.partition_maps.set_map(1, last_map.encode())
+        async with node("a", "b", port=PORT) as other:
+            await trio.sleep(3 * ASK_INTERVAL_S)
+            assert other.partition_maps.map_of("b") is None
+
+
 async def test_a_node_that_answers_with_the_map_of_another_bucket_changes_nothing(
     connections: NodeConnections, monkeypatch: pytest.MonkeyPatch, autojump_clock: MockClock
 ) -> None:

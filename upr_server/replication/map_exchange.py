@@ -149,7 +149,8 @@ class MapExchange:
                         f"{host_port} is node {status.node}, but the partition map says {name}"
                     )
                 elif status.map is None:
-                    if own_map is not None:
+                    # One that the map does not name was removed: it cannot say where it is.
+                    if own_map is not None and self._partition_maps.node in own_map.nodes:
                         self._begin_telling(name, host_port, own_map)
                 elif (
                     own_map is None
