@@ -51,10 +51,11 @@ from upr_server.replication.replicator import (
 )
 from upr_server.replication.roles import STEP_PARTITIONS
 from upr_server.runtime import System
-from upr_server.storage.calls import Commit, StoreCall, Truncate
+from upr_server.storage.calls import Commit, DeleteIndexEntries, StoreCall, Truncate
 from upr_server.storage.errors import DiskFullError
 from upr_server.storage.online.bucket_disk import BucketDisk
 from upr_server.storage.online.flusher import STEP_ANSWERS
+from upr_server.storage.records import PartitionRecord
 from upr_server.storage.simulated import SimulatedStore
 
 PARTITION: Final = PartitionId(0)
@@ -72,6 +73,7 @@ class Store(SimulatedStore):
         is_full: Whether the disk is full.
         fills_up: Whether the disk is full as soon as something was truncated.
         commit_s: How long a commit takes.
+        on_index_deletion: Called when index entries are to be deleted, which takes a second.
     """
 
     def __init__(self) -> None:
@@ -79,6 +81,7 @@ class Store(SimulatedStore):
         self.is_full = False
         self.fills_up = False
         self.commit_s = 0.0
+        self.on_index_deletion: Callable[[], None] = lambda: None
 
     async def wait(self, call: StoreCall[Any]) -> None:
         await super().wait(call)
@@ -86,6 +89,9 @@ class Store(SimulatedStore):
             await trio.sleep(self.commit_s)
             if self.is_full:
                 raise DiskFullError("no room")
+        elif isinstance(call, DeleteIndexEntries):
+            self.on_index_deletion()
+            await trio.sleep(1.0)
         elif isinstance(call, Truncate) and self.fills_up:
             self.is_full = True
 
@@ -432,6 +438,18 @@ async def test_a_rollback_goes_back_in_what_a_commit_before_it_has_left(
             await replicator._drop_received()
         await eventually(lambda: follower.partition.high_seq == 1, "it has rolled back")
         assert replicator._received_snapshots[PARTITION].received_seq == 1
+
+
+async def test_a_truncation_does_not_go_on_in_another_bucket_of_the_name(
+    autojump_clock: MockClock,
+) -> None:
+    """To delete the index entries of a large partition takes seconds."""
+    async with replica() as follower, trio.open_nursery() as nursery:
+        disk, delete_bucket = follower.disk, follower.server.catalog.delete_bucket
+        follower.store.on_index_deletion = partial(nursery.start_soon, delete_bucket, BUCKET)
+        record = PartitionRecord(PartitionState.REPLICA, (), SeqNo(0), Cas(0))
+        with pytest.raises(ServerError, match="the bucket was deleted"):
+            await disk.truncate(PARTITION, record, [])
 
 
 async def test_a_full_disk_drops_a_chunk_that_waits_for_its_snapshots_end(

@@ -200,12 +200,13 @@ class BucketDisk:
 
         Raises:
             StorageError: It was not done; index entries may be deleted nevertheless.
+            ServerError: `NO_BUCKET`: the bucket was deleted meanwhile.
         """
         name = self.bucket.name
         if not record.high:
-            while await self.store.ask(DeleteIndexEntries(name, partition)):
+            while await self.ask(DeleteIndexEntries(name, partition)):
                 pass
-        return await self.store.ask(Truncate(name, partition, record, tokens))
+        return await self.ask(Truncate(name, partition, record, tokens))
 
     # Reading.
 
