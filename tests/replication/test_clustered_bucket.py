@@ -173,3 +173,19 @@ async def test_the_map_of_a_bucket_that_is_deleted_meanwhile_is_not_stored_for_t
         assert server.partition_maps.map_of("b") is None
         log, _ = store.directory.disks["b"]
         assert not ChunkLog(log).load().partition_map
+
+
+async def test_a_bucket_that_was_made_for_a_map_that_failed_has_nothing_to_be_active_with(
+    autojump_clock: MockClock,
+) -> None:
+    """The node has lost its disk: what the map has it hold, only others have."""
+    config = ServerConfig(listen="127.0.0.1:0", node="a")
+    async with running_server(config, SimulatedStore()) as server:
+        nodes = {"a": f"127.0.0.1:{server.port}", "b": "127.0.0.1:1"}
+        partition_map = PartitionMap(
+            bucket="b", revision=2, nodes=nodes, partitions=(Assignment("a", {"b": ""}),)
+        )
+        await server.create_dead_bucket("b", 1)
+        await server.partition_maps.set_map(0, partition_map.encode())
+        (partition,) = server.catalog.bucket("b").partitions
+        assert partition.state is PartitionState.PENDING

@@ -349,12 +349,14 @@ class PartitionMaps:
         assignment = Assignment(active=self.node)
         # Another node knows this one as a holder, and it has no map: it was one once, and what it
         # has of the bucket was begun anew.
-        has_lost_its_disk = not is_from_operator
+        has_lost_its_disk = disk is not None and not is_from_operator
         if disk is None:
             disk = await self._server.create_dead_bucket(new_map.bucket, len(new_map.partitions))
+        if all(partition.state is PartitionState.DEAD for partition in disk.bucket.partitions):
+            # It was made for a map: now, or for one that could not be applied then. Unless the
+            # bucket begins with this map, the node lacks what the map has it hold.
             assignment = Assignment()
-            # Unless the bucket begins with this map, the node lacks what the map has it hold.
-            has_lost_its_disk = new_map.revision > 1
+            has_lost_its_disk = has_lost_its_disk or new_map.revision > 1
         map_before = PartitionMap(
             bucket=new_map.bucket,
             revision=0,
