@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 import pytest
+import structlog
 import trio
 import trio.testing
 
@@ -95,3 +96,31 @@ async def test_a_first_signal_waits_for_a_starting_process_and_a_second_one_does
         signal.raise_signal(signal.SIGTERM)
         await second.until("gone")
     assert second.said == ["starting", "gone"]
+
+
+async def test_a_hangup_ends_nothing_and_what_runs_may_receive_it() -> None:
+    """From the start to the end: a terminal that is closed sends one, whatever the daemon does."""
+    running, unheard = Running(), list[int]()
+    handler_before = signal.signal(signal.SIGHUP, lambda number, _: unheard.append(number))
+    try:
+        with structlog.testing.capture_logs() as logs:
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(run_until_signal, running.run(), running.said.append)
+                await running.until("starting")
+                signal.raise_signal(signal.SIGHUP)
+                running.starts.set()
+                await running.until("port")
+                with trio.open_signal_receiver(signal.SIGHUP) as hangups:
+                    signal.raise_signal(signal.SIGHUP)
+                    assert await anext(hangups) == signal.SIGHUP
+                signal.raise_signal(signal.SIGTERM)
+                await running.until("ending")
+                signal.raise_signal(signal.SIGHUP)
+                await eventually(lambda: len(logs) == 3, "the last one is noted")
+                running.ends.set()
+                await running.until("gone")
+    finally:
+        signal.signal(signal.SIGHUP, handler_before)
+    assert running.said == ["starting", "port", "ending", "in order", "gone"]
+    assert not unheard
+    assert [line["signal"] for line in logs if "signal" in line] == ["SIGHUP", "SIGTERM", "SIGHUP"]

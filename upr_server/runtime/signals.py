@@ -19,7 +19,8 @@ async def run_until_signal(
     running: AbstractAsyncContextManager[T], on_running: Callable[[T], None]
 ) -> bool:
     """Stays in a context until SIGINT or SIGTERM comes, and leaves it then; one that comes while it
-    is being entered is heard when it is. A second signal cancels it, wherever it is.
+    is being entered is heard when it is. A second signal cancels it, wherever it is. SIGHUP ends
+    nothing, also where what runs does not receive it.
 
     Args:
         running: What runs.
@@ -30,9 +31,14 @@ async def run_until_signal(
     """
     is_orderly = False
     stop = trio.Event()
-    with trio.open_signal_receiver(signal.SIGINT, signal.SIGTERM) as signals:
+    with (
+        trio.open_signal_receiver(signal.SIGINT, signal.SIGTERM) as signals,
+        # A terminal that is closed sends it, and service managers and scripts that rotate logs do.
+        trio.open_signal_receiver(signal.SIGHUP) as hangups,
+    ):
         async with trio.open_nursery() as nursery:
             nursery.start_soon(_listen, signals, stop, nursery.cancel_scope)
+            nursery.start_soon(_note_hangups, hangups)
             async with running as entered:
                 on_running(entered)
                 await stop.wait()
@@ -47,6 +53,13 @@ async def _listen(signals: AsyncIterator[int], stop: trio.Event, scope: trio.Can
     stop.set()
     log.warning("stopping at once", signal=await _next(signals))
     scope.cancel()
+
+
+async def _note_hangups(hangups: AsyncIterator[int]) -> None:
+    """Those that what runs does not receive itself."""
+    while True:
+        name = await _next(hangups)
+        log.info("signal ignored: there is no certificate to read anew now", signal=name)
 
 
 async def _next(signals: AsyncIterator[int]) -> str:
