@@ -28,6 +28,7 @@ from upr_server.runtime import (
     ConfigError,
     collect_only_young,
     keep_heap_small,
+    raise_file_limit,
     set_up_logging,
 )
 from upr_server.startup import serve
@@ -166,6 +167,8 @@ def serve_command(config_path: Path | None, **options: Any) -> None:
     # A crash in C tells its place on standard error.
     faulthandler.enable(2)
     keep_heap_small()
+    # Each connection is a file.
+    raise_file_limit()
     collect_only_young()
 
     loss, is_listening = "", False

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import os
 import re
+import resource
 import signal
 import socket
 import subprocess
@@ -266,11 +267,17 @@ async def test_a_server_is_what_its_file_and_environment_say(settings: Path) -> 
                 "later": BucketInfo("later", 1, 6_000_000),
             }
         await fill(server, {b"key": b"value"})
+    # Where a shell or a service manager allows few files, it takes as many as the system does.
+    program = ("sh", "-c", 'ulimit -Sn 256 && exec "$@"', "sh", *UPR_SERVER)
     async with (
-        server_process("--config", str(settings)) as server,
+        server_process("--config", str(settings), program=program) as server,
         peer(server.host, server.port, greeted=False) as stranger,
     ):
         assert (await stranger.greet()).identity == "from the file"
+        if sys.platform == "linux":
+            _, files_max = resource.getrlimit(resource.RLIMIT_NOFILE)
+            limits = resource.prlimit(server.process.pid, resource.RLIMIT_NOFILE)
+            assert limits == (files_max, files_max)
 
 
 # It stops.
