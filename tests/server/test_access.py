@@ -44,6 +44,7 @@ from upr_protocol.wire import (
     MESSAGES,
     ChangeUsers,
     CreateBucket,
+    Credit,
     DeleteBucket,
     Error,
     Get,
@@ -78,6 +79,7 @@ from upr_server.app import Server, running_server
 from upr_server.config import BucketConfig, ServerConfig
 from upr_server.net import server as net_server
 from upr_server.net.access import NEEDED, Access
+from upr_server.net.credit import CREDIT_BYTES_MIN
 from upr_server.net.streamer import STEP_STREAMS
 from upr_server.runtime import AuditLog
 from upr_server.storage.simulated import SimulatedStore
@@ -366,6 +368,26 @@ async def test_a_reader_reads_and_does_not_write() -> None:
                 assert (refusal.status, refusal.opaque) == (Status.NOT_ALLOWED, request.opaque)
         await peer.say(Get((b"k0",), partition=P0, opaque=peer.opaque()))
         assert (await peer.hear(GetReply)).chunk.mutation(0).seq == 0
+
+
+async def test_who_may_not_write_hears_so_however_often_it_tries() -> None:
+    """What is refused has spent credit. Without any, a client would wait for it, and take the
+    bucket for full; and it would not write when it may."""
+    async with logged_in(reading()) as (server, peer):
+        await peer.open()
+        (connection,) = server.connections.connections
+        for _ in range(3):
+            bundle = Bundle.of_one_run(P0, sets(b"k", value=bytes(CREDIT_BYTES_MIN)))
+            await peer.say(Mutate(bundle, opaque=peer.opaque()))
+            assert (await peer.hear(Refusal)).status == Status.NOT_ALLOWED
+            await peer.hear(Credit)
+            assert peer.session.credit.remaining_bytes == CREDIT_BYTES_MIN
+        # It has no part of what those who write share.
+        bucket = server.catalog.bucket("b")
+        shares = server.connections.resources.credit_shares
+        assert shares.share(bucket, connection.context.credit) == CREDIT_BYTES_MIN
+        await server.users.apply_change(lambda users: users.granting(USER, (writing(),)))
+        assert not (await peer.mutate(sets(b"k"))).status
 
 
 @pytest.mark.parametrize(

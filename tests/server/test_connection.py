@@ -791,6 +791,12 @@ async def test_deleting_the_bucket_ends_its_streams() -> None:
         assert (await peer.hear(StreamEnd)).status == Status.BUCKET_DELETED
         await peer.say(Get((b"k",), partition=P0, opaque=peer.opaque()))
         assert (await peer.hear(Refusal)).status == Status.NO_BUCKET
+        # A publisher hears so, too, however often it tries.
+        for _ in range(2):
+            bundle = Bundle.of_one_run(P0, sets(b"k", value=bytes(CREDIT_BYTES_MIN)))
+            await peer.say(Mutate(bundle, opaque=peer.opaque()))
+            assert (await peer.hear(Refusal)).status == Status.NO_BUCKET
+            await peer.hear(Credit)
 
 
 async def test_the_streams_of_many_partitions_end_in_steps() -> None:

@@ -462,6 +462,9 @@ class AcceptedConnection:
                 return handler(self.context, message)
             except (ServerError, BucketError) as error:
                 self.context.refuse_for(message, error)
+                if type(message) is Mutate:
+                    # It has spent credit, too.
+                    self.context.credit.top_up()
             except Exception:
                 log.exception("request failed", peer=self.peer, request=type(message).__name__)
                 self.context.fail(message)

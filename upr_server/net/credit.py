@@ -126,16 +126,17 @@ class PublisherCredit:
 
     def top_up(self) -> None:
         """Grants more when enough was spent. While the bucket is over its quota nothing is granted:
-        the memory is freed first, and then this is called again."""
+        the memory is freed first, and then this is called again. Who publishes to a bucket that was
+        deleted gets the least that there is, and hears so with each batch."""
         bucket, session = self._bucket, self._session
-        if bucket is None or session.state is SessionState.CLOSED:
+        if session.state is SessionState.CLOSED:
             return
-        share = self._shares.share(bucket, self)
+        share = CREDIT_BYTES_MIN if bucket is None else self._shares.share(bucket, self)
         missing_bytes = share - session.credit.remaining_bytes
         if missing_bytes * _TOP_UP_FRACTION < share:
             return
-        relief = bucket.memory_action()
-        if relief is not MemoryAction.NOTHING:
+        relief = MemoryAction.NOTHING if bucket is None else bucket.memory_action()
+        if bucket is not None and relief is not MemoryAction.NOTHING:
             self._shares.upkeep.request_relief(bucket)
         if relief is MemoryAction.REFUSE_CREDIT:
             self._shares.withhold_credit(self)
