@@ -42,6 +42,7 @@ from upr_protocol.users import (
 )
 from upr_protocol.wire import (
     MESSAGES,
+    BucketDone,
     ChangeUsers,
     CreateBucket,
     Credit,
@@ -530,6 +531,43 @@ async def test_rights_of_many_connections_are_looked_up_in_slices(
         assert not list(steps)
         assert not second.session.streams
         assert (await peer.hear(StreamEnd)).status == Status.RIGHT_REVOKED
+
+
+async def test_a_request_that_waits_behind_others_needs_its_right_when_its_turn_comes() -> None:
+    operating, notes = Grant(Right.OPERATE, EVERYTHING), AuditNotes()
+    async with logged_in(operating) as (server, peer):
+        (connection,) = server.connections.connections
+        connection.context.access._audit_log = notes
+        await peer.say()
+        await peer.hear(HelloReply)
+        async with server.catalog._lock:
+            for name in ("c", "d"):
+                await peer.say(CreateBucket(name, 1, opaque=peer.opaque()))
+            await trio.testing.wait_all_tasks_blocked()
+            await revoke(server, operating)
+        # One had begun; the other had not.
+        await peer.hear(BucketDone)
+        assert (await peer.hear(Refusal)).status == Status.NOT_ALLOWED
+        assert [bucket.name for bucket in server.catalog.buckets] == ["b", "c"]
+    noted = [(fields["bucket"], fields["allowed"]) for _, fields in notes.notes]
+    assert noted == [("c", True), ("d", True), ("d", False)]
+
+
+async def test_a_request_that_waits_is_noted_once_if_its_right_stays() -> None:
+    operating, notes = Grant(Right.OPERATE, EVERYTHING), AuditNotes()
+    async with logged_in(operating) as (server, peer):
+        (connection,) = server.connections.connections
+        connection.context.access._audit_log = notes
+        await peer.say()
+        await peer.hear(HelloReply)
+        async with server.catalog._lock:
+            for name in ("c", "d"):
+                await peer.say(CreateBucket(name, 1, opaque=peer.opaque()))
+            await trio.testing.wait_all_tasks_blocked()
+            await server.users.apply_change(lambda users: users.granting(USER, (reading(),)))
+        for _ in range(2):
+            await peer.hear(BucketDone)
+    assert [fields["bucket"] for _, fields in notes.notes] == ["c", "d"]
 
 
 async def test_taking_another_right_leaves_streams_alone() -> None:

@@ -243,9 +243,13 @@ class Access:
                 detail=_detail(message, is_allowed=is_allowed),
             )
 
-    def check_message(self, message: Message) -> None:
+    def check_message(self, message: Message, *, is_noted: bool = False) -> None:
         """Checks what the client asks for. O(1), for messages about the bucket that it opened. What
         is refused, and what changes more than keys, is noted in the audit log.
+
+        Args:
+            message: What it asks for.
+            is_noted: Whether it was allowed before, and that is noted.
 
         Raises:
             ServerError: `NOT_ALLOWED`: the client may not do it.
@@ -257,13 +261,13 @@ class Access:
             # These are nearly all the messages that there are.
             if not self._has(needed_rights, self.rights, message):
                 raise self._refusal(message, needed_rights, self._bucket_name)
-            if type(message) in AUDITED:
+            if type(message) in AUDITED and not is_noted:
                 self._note(message, self._bucket_name, is_allowed=True)
         elif needed_rights is not None:
             rights, bucket = needed_rights(message)
             if bucket is not None and not self._has(rights, self.rights_on(bucket), message):
                 raise self._refusal(message, rights, bucket)
-            if type(message) in AUDITED:
+            if type(message) in AUDITED and not is_noted:
                 self._note(message, bucket or SERVER, is_allowed=True)
 
     @staticmethod

@@ -318,15 +318,24 @@ class RequestContext:
         self.start_task(partial(self._run_reply_task, request, answer))
 
     def reply_in_order(self, request: Message, answer: ReplyTask, nbytes: int = 0) -> None:
-        """Runs `answer` as a task, once the requests given to this method before are answered. They
-        count as queued: while there are too many, nothing more is read.
+        """Runs `answer` as a task, once the requests given to this method before are answered, and
+        if the client may still ask for it then. They count as queued: while there are too many,
+        nothing more is read.
 
         Args:
             request: The request.
             answer: Answers it.
             nbytes: About what the request takes in memory, if that is much.
         """
-        self._in_order.append((request, answer, nbytes))
+        generation = self.users.generation
+
+        async def answer_if_allowed() -> None:
+            if self.users.generation != generation:
+                # The right may have been revoked while the request waited.
+                self.access.check_message(request, is_noted=True)
+            await answer()
+
+        self._in_order.append((request, answer_if_allowed, nbytes))
         self.backlog.request_queued(nbytes)
         if len(self._in_order) == 1:
             self.start_task(self._run_in_order)
