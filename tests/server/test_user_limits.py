@@ -13,14 +13,24 @@ from trio.testing import MockClock
 from tests.kit.memory_network import HOST, MemoryNetwork
 from tests.kit.placed_keys import key_in
 from tests.server.test_log_in import RIGHTS, VERIFIER
-from upr_protocol.client import Address, Credentials, Security, connect, consume, publisher
+from upr_protocol.client import (
+    Address,
+    Client,
+    Credentials,
+    Security,
+    connect,
+    consume,
+    publisher,
+)
 from upr_protocol.errors import ServerError, Status
 from upr_protocol.ids import PartitionId, SeqNo
 from upr_protocol.users import BYTES_A_SECOND_MIN, Limits, User, Users, UsersError
 from upr_server.app import Server, running_server
 from upr_server.config import BucketConfig, ServerConfig
 from upr_server.net.frame_budget import FrameBudget, UnfinishedFrame
-from upr_server.net.user_usage import BURST_S, DEBT_MAX_S, ByteRate
+from upr_server.net.handlers import leases
+from upr_server.net.user_usage import BURST_S, DEBT_MAX_S, ByteRate, UserUsage
+from upr_server.storage.records import LeaseRecord
 from upr_server.storage.simulated import SimulatedStore
 
 PARTITIONS: Final = 4
@@ -213,6 +223,58 @@ async def test_leases_whose_ids_are_not_known_count_one_by_one(
             pytest.raises(ServerError, match="user bob has 2 leases"),
             usage.acquiring_lease("b", 0, now),
         ):
+            pass
+
+
+async def acquire_lease(client: Client, lease_id: int) -> None:
+    ranges = [(PartitionId(0), SeqNo(0), SeqNo(0))]
+    await client.acquire_lease(ranges, time_to_live_s=60, owner="bob", lease_id=lease_id)
+
+
+def usage_of_bob(server: Server) -> UserUsage:
+    return server.connections.resources.log_ins.usages.usage_of("bob")
+
+
+async def test_leases_of_a_deleted_bucket_count_no_more(
+    network: MemoryNetwork, autojump_clock: MockClock
+) -> None:
+    async with server_with(leases=3) as server, connect(address("bob")) as client:
+        now = server.connections.resources.time()
+        await acquire_lease(client, 1)
+        usage_of_bob(server).note_lease("b", 0, now + 60)
+        usage_of_bob(server).note_lease("c", 1, now + 60)
+        with pytest.raises(ServerError, match="user bob has 3 leases"):
+            await acquire_lease(client, 2)
+        await server.catalog.delete_bucket("b")
+        await server.catalog.create_bucket("b", PARTITIONS, 8 * MIB)
+        async with connect(address("bob")) as later:
+            for lease_id in (1, 2):
+                await acquire_lease(later, lease_id)
+            with pytest.raises(ServerError, match="user bob has 3 leases"):
+                await acquire_lease(later, 3)
+
+
+async def test_a_lease_that_is_granted_while_its_bucket_is_deleted_does_not_count(
+    network: MemoryNetwork, autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with server_with(leases=1) as server, connect(address("bob")) as client:
+        (disk,) = server.catalog.disks.values()
+        acquire = disk.leases.acquire
+
+        async def acquire_late(*arguments: Any) -> LeaseRecord:
+            granted = await acquire(*arguments)
+            await server.catalog.delete_bucket("b")
+            return granted
+
+        async def sizes_of_none(*_: object) -> list[int]:
+            raise ServerError(Status.NO_BUCKET)
+
+        monkeypatch.setattr(disk.leases, "acquire", acquire_late)
+        monkeypatch.setattr(leases, "_sizes", sizes_of_none)
+        with pytest.raises(ServerError) as caught:
+            await acquire_lease(client, 1)
+        assert caught.value.status is Status.NO_BUCKET
+        with usage_of_bob(server).acquiring_lease("b", 2, server.connections.resources.time()):
             pass
 
 

@@ -196,6 +196,7 @@ class ConnectionServer:
                 yield
         self.resources.credit_shares.remove_bucket(bucket)
         self.resources.queues.remove_bucket(bucket)
+        self.resources.log_ins.usages.forget_bucket(bucket.name)
 
     def _apply_rights(self) -> Iterator[None]:
         # Nobody may begin anything more, from the first step on: see `Access.rights`.

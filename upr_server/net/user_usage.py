@@ -61,8 +61,8 @@ class UserUsage:
         self._read_rate, self._written_rate = ByteRate(), ByteRate()
         self._leases: dict[tuple[str, int], float] = {}
         """By bucket and lease that the user has acquired or renewed here, when it lapses."""
-        self._unnamed_leases: list[float] = []
-        """When those leases lapse that the user may have acquired, and whose IDs are not known."""
+        self._unnamed_leases: list[tuple[str, float]] = []
+        """The same for leases that the user may have acquired, and whose IDs are not known."""
         self._acquiring = 0
 
     @property
@@ -116,7 +116,7 @@ class UserUsage:
             ServerError: `LIMIT_REACHED`: there are too many.
         """
         self._leases = {lease: end for lease, end in self._leases.items() if end > now}
-        self._unnamed_leases = [end for end in self._unnamed_leases if end > now]
+        self._unnamed_leases = [lease for lease in self._unnamed_leases if lease[1] > now]
         if (bucket, lease_id) not in self._leases:
             lease_count = len(self._leases) + len(self._unnamed_leases) + self._acquiring
             self._check("leases", lease_count, self.limits.leases)
@@ -132,11 +132,16 @@ class UserUsage:
         if lease_id:
             self._leases[bucket, lease_id] = lapses_at
         else:
-            self._unnamed_leases.append(lapses_at)
+            self._unnamed_leases.append((bucket, lapses_at))
 
     def forget_lease(self, bucket: str, lease_id: int) -> None:
         """The user has released a lease."""
         self._leases.pop((bucket, lease_id), None)
+
+    def forget_bucket(self, bucket: str) -> None:
+        """A bucket was deleted, and its leases with it. O(leases)."""
+        self._leases = {lease: end for lease, end in self._leases.items() if lease[0] != bucket}
+        self._unnamed_leases = [lease for lease in self._unnamed_leases if lease[0] != bucket]
 
     def pause_after_reading(self, nbytes: int, now: float) -> float:
         """Counts bytes that were read, and says how long to wait before more are read."""
@@ -179,3 +184,8 @@ class UserUsages:
                 }
             usage = self._usages[name] = UserUsage(name, self._users)
         return usage
+
+    def forget_bucket(self, bucket: str) -> None:
+        """A bucket was deleted: its leases do not count any more. O(users + leases)."""
+        for usage in self._usages.values():
+            usage.forget_bucket(bucket)

@@ -23,6 +23,11 @@ def lease(context: RequestContext, request: Lease) -> None:
     """Acquires, renews or releases a lease."""
     disk, usage = context.disk, context.log_in.usage
 
+    def count_lease(lease_id: int, lapses_at: float) -> None:
+        # Once the bucket was deleted, nobody would forget it.
+        if usage is not None and context.bucket is not None:
+            usage.note_lease(disk.bucket.name, lease_id, lapses_at)
+
     async def grant() -> LeaseRecord:
         lease_id, time_to_live_s = request.lease_id, request.time_to_live_s
         lapses_at = context.time() + time_to_live_s
@@ -35,11 +40,9 @@ def lease(context: RequestContext, request: Lease) -> None:
                 granted = await disk.leases.renew(lease_id, time_to_live_s)
         except trio.Cancelled:
             # The client has left. The disk may have written the lease, and then it counts.
-            if usage is not None:
-                usage.note_lease(disk.bucket.name, lease_id, lapses_at)
+            count_lease(lease_id, lapses_at)
             raise
-        if usage is not None:
-            usage.note_lease(disk.bucket.name, granted.lease_id, lapses_at)
+        count_lease(granted.lease_id, lapses_at)
         return granted
 
     async def answer() -> None:
