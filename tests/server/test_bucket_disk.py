@@ -5,7 +5,7 @@ once. On simulated disks and a mock clock."""
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, Final
 
 import pytest
@@ -245,10 +245,11 @@ class StepCounter:
         self.count = 0
         self.first = trio.Event()
 
-    def count_step(self) -> None:
-        """Notes one step."""
+    def count_step(self) -> Iterator[None]:
+        """Notes one step, and has nothing more to do."""
         self.count += 1
         self.first.set()
+        return iter(())
 
 
 async def test_a_bucket_can_be_deleted_while_its_memory_is_freed(

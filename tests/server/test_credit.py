@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from typing import Final
 
+import pytest
 import trio
 import trio.testing
 
 from tests.server.test_connection import make_server
 from upr_server.app import Server
+from upr_server.net import credit
 from upr_server.net.credit import CREDIT_BYTES_MAX, CREDIT_BYTES_MIN, PublisherCredit
 
 MIB: Final = 1024 * 1024
@@ -75,3 +77,31 @@ async def test_users_have_equal_shares_however_many_connections_they_have() -> N
     assert shares.share(bucket, bobs) == min(CREDIT_BYTES_MAX, room)
     shares.remove(bucket, bobs)
     assert not shares._publishers[bucket]
+
+
+async def test_those_who_were_refused_credit_get_it_some_in_each_step(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    await trio.lowlevel.checkpoint()  # connections read Trio's clock: this must run in it
+    server, topped_up = make_server(), list[PublisherCredit]()
+    shares = server.connections.resources.credit_shares
+    bucket = server.catalog.buckets.create("small", 1, 100 * MIB)
+    monkeypatch.setattr(credit, "STEP_PUBLISHERS", 3)
+
+    def note(publisher: PublisherCredit) -> None:
+        topped_up.append(publisher)
+
+    monkeypatch.setattr(PublisherCredit, "top_up", note)
+    publishers = publishers_of(server, 8)
+    for publisher in publishers:
+        shares.withhold_credit(publisher)
+    steps = shares._top_up_refused()
+    next(steps)
+    assert topped_up == publishers[:3]
+    # One is refused again, and one has gone.
+    shares.withhold_credit(publishers[0])
+    shares.remove(bucket, publishers[-1])
+    assert len(list(steps)) == 1
+    assert topped_up == publishers[:-1]
+    assert not list(shares._top_up_refused())
+    assert topped_up == [*publishers[:-1], publishers[0]]

@@ -58,7 +58,7 @@ class Upkeep:
         self._collapse_wanted = Notifier()
         self._short: dict[Bucket, None] = {}
         self._relief_wanted = Notifier()
-        self._after_step: list[Callable[[], None]] = []
+        self._after_step: list[Callable[[], Iterator[None]]] = []
         self._memory_counts: list[Callable[[], Iterator[int]]] = []
         self._heap_trimmer = HeapTrimmer()
         self._forgets_refusals_at = -math.inf
@@ -85,13 +85,15 @@ class Upkeep:
         """
         self._memory_counts.append(count)
 
-    def call_after_step(self, callback: Callable[[], None]) -> None:
-        """Has `callback` called after each step that may have freed memory."""
+    def call_after_step(self, callback: Callable[[], Iterator[None]]) -> None:
+        """Has `callback` called after each step that may have freed memory, and its own steps made;
+        others have their turn between these."""
         self._after_step.append(callback)
 
-    def _end_step(self) -> None:
+    async def _end_step(self) -> None:
         for callback in self._after_step:
-            callback()
+            for _ in callback():
+                await trio.lowlevel.checkpoint()
 
     # Collapsing snapshots.
 
@@ -111,7 +113,7 @@ class Upkeep:
             if bucket.collapse_step(COLLAPSE_MUTATIONS):
                 # At the end: one that always has something to collapse lets the others have turns.
                 self._collapsible[bucket] = None
-            self._end_step()
+            await self._end_step()
             await trio.lowlevel.checkpoint()
 
     # Freeing memory.
@@ -133,7 +135,7 @@ class Upkeep:
             with trio.move_on_after(RELIEF_RETRY_S if self._short else math.inf):
                 await self._relief_wanted.wait()
             await self._free_some()
-            self._end_step()
+            await self._end_step()
 
     async def _free_some(self) -> None:
         for bucket in list(self._short):
@@ -144,11 +146,12 @@ class Upkeep:
                 MemoryAction.REFUSE_CREDIT,
             ):
                 relief = bucket.free_memory(COLLAPSE_MUTATIONS)
-                self._end_step()
+                if relief is MemoryAction.NOTHING:
+                    # Now: when others have had their turn, it may be short again.
+                    self._short.pop(bucket, None)
+                await self._end_step()
                 await trio.lowlevel.checkpoint()
-            if relief is MemoryAction.NOTHING:
-                self._short.pop(bucket, None)
-            elif bucket in self._disks:
+            if relief is not MemoryAction.NOTHING and bucket in self._disks:
                 # The rest must go to disk before it can be freed.
                 self._disks[bucket].maintenance.wake()
 
@@ -161,7 +164,7 @@ class Upkeep:
             now = self._time()
             await self._tend_partitions(now)
             await self._expire_on_disk(now)
-            self._end_step()
+            await self._end_step()
 
     async def run_returning_memory(self) -> None:
         """Gives freed memory back to the system, until cancelled. That may take many turns of the
