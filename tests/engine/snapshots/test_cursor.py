@@ -334,6 +334,7 @@ def test_no_cursor_is_looked_at_while_the_disk_needs_the_oldest_snapshot() -> No
     assert calls_of(manager.droppable_cursors) < 10
     persist(partition)
     assert manager.droppable_cursors() == cursors
+    assert calls_of(manager.droppable_cursors) < 3 * len(cursors)
 
 
 def test_the_cursors_furthest_back_are_dropped_first_and_the_disks_never() -> None:

@@ -196,10 +196,17 @@ class MutationManager:
             # None is behind the disk. While that is slow, every partition of a bucket is asked in
             # one step, and 200 consumers have 200,000 cursors there.
             return []
-        # Only these: while any of them stays, dropping a cursor further on frees nothing.
-        cursors = [cursor for cursor in self.snapshots.cursors if self.may_drop(cursor)]
-        oldest = min((cursor.oldest_entry.start for cursor in cursors), default=0)
-        return [cursor for cursor in cursors if cursor.oldest_entry.start == oldest]
+        # Only these: while any of them stays, dropping a cursor further on frees nothing. As
+        # `may_drop` says, but in one pass: 4,000 cursors are looked at in one step.
+        cursors: list[Cursor] = []
+        oldest = self.persistence.oldest_entry.start
+        for cursor in self.snapshots.cursors:
+            start = cursor.oldest_entry.start
+            if start < oldest and cursor.is_droppable:
+                oldest, cursors = start, [cursor]
+            elif start == oldest and cursors and cursor.is_droppable:
+                cursors.append(cursor)
+        return cursors
 
     def drop(self, cursor: Cursor) -> None:
         """Cursor drop: removes a slow cursor, so that what it held can be freed. Its `next` then
