@@ -85,6 +85,7 @@ from upr_server.app import Server
 from upr_server.config import ServerConfig
 from upr_server.engine import WriterToken
 from upr_server.engine.publisher_answers import BATCHES_MAX
+from upr_server.net import server as net_server
 from upr_server.net.connection import AcceptedConnection
 from upr_server.net.credit import CREDIT_BYTES_MIN
 from upr_server.net.frame_budget import BUDGET_BYTES, FRAME_TIMEOUT_S, UnfinishedFrame
@@ -850,6 +851,50 @@ async def test_credit_is_topped_up_and_withheld_above_the_quota(
         bucket = server.catalog.buckets.get("small")
         assert bucket is not None
         assert bucket.memory.total < bucket.memory_policy.high_bytes
+        nursery.cancel_scope.cancel()
+
+
+async def test_strangers_of_one_network_leave_as_many_places_as_they_take(
+    monkeypatch: pytest.MonkeyPatch, autojump_clock: trio.testing.MockClock
+) -> None:
+    server = make_server(connections_max=6)
+    strangers = server.connections.resources.strangers
+    async with trio.open_nursery() as nursery:
+
+        async def arrive(network: str) -> Peer:
+            own_end, peer_end = trio.testing.memory_stream_pair()
+            monkeypatch.setattr(net_server, "_peer_of", lambda _stream: f"{network}:1")
+            nursery.start_soon(server.connections.serve, peer_end)
+            await trio.testing.wait_all_tasks_blocked()
+            return Peer(own_end)
+
+        async def greet(peer: Peer) -> None:
+            await peer.say()
+            await peer.hear(HelloReply)
+
+        async def reason_of_refusal(network: str) -> str:
+            error = await (await arrive(network)).hear(Error)
+            assert error.status == Status.TOO_MANY
+            return error.sentence
+
+        first, *others = [await arrive("10.0.0.1") for _ in range(4)]
+        assert "4 connections from 10.0.0.1" in await reason_of_refusal("10.0.0.1")
+        # The places that are left are for others, who are strangers for a moment.
+        for _ in range(2):
+            await greet(await arrive("10.0.0.2"))
+        assert "there are 6 connections" in await reason_of_refusal("10.0.0.2")
+        # One that leaves without a greeting counts no more, and neither do those that greet.
+        await first.stream.send_all(b"nonsense, and more than a header")
+        await first.hear(Error)
+        assert strangers.count_of("10.0.0.1") == 4
+        await first.stream.aclose()
+        await trio.testing.wait_all_tasks_blocked()
+        assert strangers.count_of("10.0.0.1") == 3
+        assert "3 connections from 10.0.0.1" in await reason_of_refusal("10.0.0.1")
+        for peer in others:
+            await greet(peer)
+        await greet(await arrive("10.0.0.1"))
+        assert not strangers.count_of("10.0.0.1")
         nursery.cancel_scope.cancel()
 
 

@@ -258,7 +258,8 @@ async def served(
     async with server_process(
         *options(certificates.server, "--log-level", "error"),
         data_dir=folder,
-        variables={"UPR_SERVER_CONNECTIONS_MAX": str(STRANGERS + 100)},
+        # The strangers of an address leave as many places as they take.
+        variables={"UPR_SERVER_CONNECTIONS_MAX": str(2 * STRANGERS)},
     ) as server:
         security = Security(certificates.security().tls, BOB)
         url = server.url().replace("upr:", "uprs:")

@@ -95,6 +95,7 @@ class AcceptedConnection:
         session: The session.
         context: The requests, and how they are answered.
         peer: The other end's address.
+        network: Its address without the port, or the network of it; see `network_of`.
     """
 
     def __init__(
@@ -105,6 +106,7 @@ class AcceptedConnection:
         peer: str,
     ) -> None:
         self.peer = peer
+        self.network = network_of(peer)
         self.session = ServerSession(
             resources.identity,
             now=trio.current_time(),
@@ -128,7 +130,7 @@ class AcceptedConnection:
         self._is_lost = False
         """Whether reading or writing has met an error."""
         self._opened_at = trio.current_time()
-        self._frame = UnfinishedFrame(resources.frame_budget, network_of(peer), self._drop_frame)
+        self._frame = UnfinishedFrame(resources.frame_budget, self.network, self._drop_frame)
         """What is held of the frame that is arriving."""
         self._is_unread = False
         """Whether it is the server that does not read, though nothing is being written."""
@@ -332,6 +334,8 @@ class AcceptedConnection:
         if self.session.state not in BEFORE_READY:
             self._is_ready = True
             self._ready.set()
+            if self.session.state is not SessionState.CLOSED:
+                self._resources.strangers.discard(self)
             self._resources.young_objects.note_made(CONNECTION_OBJECTS)
 
     async def _wait_for_step_turn(self) -> None:

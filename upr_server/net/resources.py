@@ -20,6 +20,7 @@ from upr_server.net.frame_budget import FrameBudget
 from upr_server.net.log_in import LogInResources
 from upr_server.net.partition_request_queue import PartitionRequestQueues
 from upr_server.net.step_writes import StepWrites
+from upr_server.net.strangers import Strangers
 from upr_server.net.turns import (
     CONNECTION_LANES,
     HANDSHAKE_LANES,
@@ -118,6 +119,7 @@ class ServerResources:
         audit_log: Where it is noted who asked for what; None for nowhere.
         turn_timer: Measures the loop, if it was started.
         young_objects: Is told of objects that are made, and live for some time.
+        strangers: Connections whose clients have yet to say who they are.
         frame_budget: Memory for frames that are not whole yet.
         queues: Requests that wait for the disk.
         step_writes: Connections to write to at the end of a step.
@@ -147,6 +149,7 @@ class ServerResources:
     audit_log: AuditLog | None = None
     turn_timer: TurnTimer = attrs.field(factory=TurnTimer)
     young_objects: YoungObjects = attrs.field(factory=YoungObjects)
+    strangers: Strangers = attrs.field(factory=Strangers)
     frame_budget: FrameBudget = attrs.field(factory=FrameBudget)
     queues: PartitionRequestQueues = attrs.field(factory=PartitionRequestQueues)
     step_writes: StepWrites = attrs.field(factory=StepWrites)

@@ -57,7 +57,8 @@ class ConnectionServer:
         handlers: How requests are answered, by their kind.
         identity: The server's name for itself, told to clients.
         time: Seconds since 1970.
-        connections_max: Connections at a time; one more is refused at once.
+        connections_max: Connections at a time; one more is refused at once. So are those of a
+            network that has too many of strangers.
         send_timeout_s: How long a peer may take nothing of what waits for it.
         replication_timeout_s: How long replicas may take to have a batch.
         certificates: Encrypts connections; None for connections in the clear.
@@ -125,31 +126,50 @@ class ConnectionServer:
         if self._certificates is not None:
             stream = self._certificates.encrypt_stream(stream, self.resources.handshake_turns)
         connection = self.new_connection(stream, peer)
-        if len(self.connections) >= self._connections_max:
-            await self._refuse(connection, stream)
+        if reason := self._reason_to_refuse(connection.network):
+            await self._refuse(connection, stream, reason)
             return
         self.connections[connection] = None
+        self.resources.strangers.add(connection, connection.network)
         try:
             await connection.run()
         finally:
             self.connections.pop(connection, None)
+            self.resources.strangers.discard(connection)
             connection.context.credit.close()
+
+    def _reason_to_refuse(self, network: str) -> str:
+        """Why there may not be another connection from a network; empty if there may. O(1).
+
+        The strangers of a network leave as many places as they take. So nobody takes them all, and
+        of those who come after, each leaves some to the next. Many clients of one network may come
+        together: each is a stranger for a moment.
+        """
+        count = len(self.connections)
+        if count >= self._connections_max:
+            return f"there are {count} connections already"
+        stranger_count = self.resources.strangers.count_of(network)
+        free_count = self._connections_max - count
+        if stranger_count > free_count:
+            return (
+                f"there are {stranger_count} connections from {network} already whose clients have "
+                f"not said who they are, and {free_count} more may be open"
+            )
+        return ""
 
     def new_connection(self, stream: trio.abc.HalfCloseableStream, peer: str) -> AcceptedConnection:
         """A connection that is not served yet."""
         return AcceptedConnection(self.resources, self.handlers, stream, peer)
 
     async def _refuse(
-        self, connection: AcceptedConnection, stream: trio.abc.HalfCloseableStream
+        self, connection: AcceptedConnection, stream: trio.abc.HalfCloseableStream, reason: str
     ) -> None:
         self._refused_count += 1
-        log.warning("too many connections; refusing one", connections=len(self.connections))
+        log.warning("too many connections; refusing one", peer=connection.peer, reason=reason)
         if self._being_refused >= REFUSALS_MAX:
             await trio.aclose_forcefully(stream)
             return
-        connection.session.fail(
-            Status.TOO_MANY, f"there are {len(self.connections)} connections already"
-        )
+        connection.session.fail(Status.TOO_MANY, reason)
         self._being_refused += 1
         try:
             await self._make_sayable(stream)

@@ -1,0 +1,36 @@
+"""Strangers: connections whose clients have not said `Hello`, or not logged in where they must.
+
+Anybody can have as many as there may be connections, and again when the server has shown them out.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+
+
+class Strangers:
+    """Counts the connections of strangers, by network."""
+
+    __slots__ = ("_counts", "_networks")
+
+    def __init__(self) -> None:
+        self._networks: dict[object, str] = {}
+        """By connection."""
+        self._counts: Counter[str] = Counter()
+
+    def count_of(self, network: str) -> int:
+        """How many a network has. O(1)."""
+        return self._counts[network]
+
+    def add(self, connection: object, network: str) -> None:
+        """A connection from a network was accepted."""
+        self._networks[connection] = network
+        self._counts[network] += 1
+
+    def discard(self, connection: object) -> None:
+        """The client of a connection is no stranger any more, or has gone. Again does nothing."""
+        network = self._networks.pop(connection, None)
+        if network is not None:
+            self._counts[network] -= 1
+            if not self._counts[network]:
+                del self._counts[network]
