@@ -388,6 +388,8 @@ def init_command(
         if source is not None:
             if certificate_only:
                 raise click.UsageError("--certificate-only goes without --from")
+            if user is None and password_file is not None:
+                raise click.UsageError("--password-file goes with --user: whose password it is")
             tls = TlsSettings(files["tls_ca"], files["tls_certificate"], files["tls_key"])
             credentials = Credentials(user, _password(user, password_file)) if user else None
             users = _users_of(source, Security(None if tls == TlsSettings() else tls, credentials))

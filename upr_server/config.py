@@ -217,8 +217,12 @@ class ServerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
                 f"{self.node!r}"
             )
         certificate_files(self)
-        if self.tls_ca and not self.tls_certificate:
-            raise ConfigError("tls_ca has no use without tls_certificate")
+        for setting, is_set in (
+            ("tls_ca", self.tls_ca),
+            ("tls_version_min", self.tls_version_min != "1.3"),
+        ):
+            if is_set and not self.tls_certificate:
+                raise ConfigError(f"{setting} has no use without tls_certificate")
         self._check_node_user()
         names = [bucket.name for bucket in self.buckets]
         for name in names:
@@ -281,8 +285,11 @@ def load_config(
     Raises:
         ConfigError: A setting is invalid; the message says which, and what it should be.
     """
-    config = load_settings(
-        ServerConfig, ENVIRONMENT_PREFIX, path, environment, options, ignored=("buckets",)
-    )
+    if f"{ENVIRONMENT_PREFIX}BUCKETS" in environment:
+        raise ConfigError(
+            f"the environment variable {ENVIRONMENT_PREFIX}BUCKETS cannot name buckets: write them "
+            "in the file of settings (--config), each behind a line [[buckets]]"
+        )
+    config = load_settings(ServerConfig, ENVIRONMENT_PREFIX, path, environment, options)
     config.check()
     return config

@@ -127,6 +127,7 @@ def test_init_gives_users_to_a_directory_that_lost_them(init: Init, tmp_path: Pa
         ((), "name the first user with --user"),
         (("--user", "a", "--tls-ca", "x"), "go with --from"),
         (("--from", "upr://127.0.0.1:1", "--certificate-only"), "goes without --from"),
+        (("--from", "upr://127.0.0.1:1", "--password-file", "x"), "goes with --user"),
         (("--user", "a", "--certificate-only", "--password-file", "x"), "give either"),
     ],
 )

@@ -47,6 +47,11 @@ def test_a_variable_that_names_no_setting_is_refused() -> None:
         load_config(None, {"UPR_SERVER_PORT": "tcp://10.0.0.1:12000"}, {})
 
 
+def test_a_variable_cannot_name_buckets() -> None:
+    with pytest.raises(ConfigError, match=r"UPR_SERVER_BUCKETS cannot .* \[\[buckets\]\]"):
+        load_config(None, {"UPR_SERVER_BUCKETS": "planes"}, {})
+
+
 def test_text_from_the_environment_is_converted() -> None:
     config = load_config(
         None, {"UPR_SERVER_QUOTA_BYTES": "7000000", "UPR_SERVER_SHUTDOWN_DEADLINE_S": "0.5"}, {}
@@ -72,6 +77,8 @@ def test_text_from_the_environment_is_converted() -> None:
         ({"colour": "red"}, "colour"),
         ({"shutdown_deadline_s": "-1"}, "shutdown_deadline_s"),
         ({"send_timeout_s": "nan"}, "send_timeout_s"),
+        ({"tls_ca": "f"}, "tls_ca has no use without tls_certificate"),
+        ({"tls_version_min": "1.2"}, "tls_version_min has no use without tls_certificate"),
         ({"node_user": "nodes"}, "node_user and node_password_file go together"),
         ({"node_password_file": "f"}, "node_user and node_password_file go together"),
         ({"node_user": "nodes", "node_password_file": "/nowhere"}, "/nowhere, cannot be read"),
