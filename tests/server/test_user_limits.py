@@ -293,6 +293,21 @@ async def test_a_removed_user_who_waits_to_be_written_to_ends_at_once(
         assert not server.connections.connections
 
 
+async def test_who_waits_to_be_written_to_hears_that_the_server_is_alive(
+    network: MemoryNetwork, autojump_clock: MockClock
+) -> None:
+    """A client takes a server for dead that says nothing for 40 seconds."""
+    async with server_with(bytes_out=MIB) as server, connect(address("bob")) as client:
+        (connection,) = server.connections.connections
+        usage_of_bob(server).pause_after_writing(60 * MIB, trio.current_time())
+        # What comes after this answer waits.
+        await client.set("k", "v")
+        began = trio.current_time()
+        await client.set("k", "v")
+        assert 50 < trio.current_time() - began < 61
+        assert list(server.connections.connections) == [connection]
+
+
 async def test_the_servers_own_pause_does_not_count_as_the_peers(
     autojump_clock: MockClock,
 ) -> None:

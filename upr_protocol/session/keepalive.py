@@ -31,7 +31,12 @@ class KeepAlive:
 
     def is_noop_due(self, now: float) -> bool:
         """Whether this side was silent for the interval."""
-        return now >= self._sent_at + self._interval_s
+        return now >= self.noop_due_at
+
+    @property
+    def noop_due_at(self) -> float:
+        """When `is_noop_due` turns true."""
+        return self._sent_at + self._interval_s
 
     def is_peer_dead(self, now: float) -> bool:
         """Whether the peer was silent for too long."""
@@ -39,7 +44,5 @@ class KeepAlive:
 
     def next_check(self) -> float:
         """The earliest time at which `is_noop_due` or `is_peer_dead` can turn true."""
-        return min(
-            self._sent_at + self._interval_s,
-            self._received_at + DEAD_AFTER_INTERVALS * self._interval_s,
-        )
+        dead_at = self._received_at + DEAD_AFTER_INTERVALS * self._interval_s
+        return min(self.noop_due_at, dead_at)

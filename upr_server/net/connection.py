@@ -21,6 +21,7 @@ from upr_protocol.transport import (
     TlsStream,
     new_memory,
     read_some,
+    write_all,
     write_now,
     write_rest,
 )
@@ -31,6 +32,7 @@ from upr_protocol.wire import (
     Error,
     Message,
     Mutate,
+    Noop,
     StartLogIn,
 )
 from upr_server.engine import BucketError
@@ -542,7 +544,8 @@ class AcceptedConnection:
     async def _flush(self) -> None:
         """Writes until there is nothing to write now."""
         resources = self._resources
-        await self._pause_writing()
+        if not self._unwritten:
+            await self._pause_writing()
         if self._has_sent_much:
             await self._wait_for_write_turn()
         length = len(self._unwritten) or self._send(trio.current_time())
@@ -566,15 +569,22 @@ class AcceptedConnection:
             await self._resources.write_turns.next_turn()
 
     async def _pause_writing(self) -> None:
-        if self._write_pause_s:
-            pause_s, self._write_pause_s = self._write_pause_s, 0.0
-            deadline = trio.current_time() + pause_s
-            # A session that is over, as its user was removed, ends at once.
-            while self.session.state is not SessionState.CLOSED:
-                with trio.move_on_at(deadline) as scope:
-                    await self._to_send.wait()
-                if scope.cancelled_caught:
-                    return
+        """Writes nothing as long as the user's limits say; but that this side is alive, or a peer
+        would take it for dead. To be called between two frames."""
+        if not self._write_pause_s:
+            return
+        session, now = self.session, trio.current_time()
+        deadline, self._write_pause_s = now + self._write_pause_s, 0.0
+        # A session that is over, as its user was removed, ends at once.
+        while now < deadline and session.state is not SessionState.CLOSED:
+            if session.keep_alive.is_noop_due(now):
+                session.keep_alive.note_sent(now)
+                await write_all(
+                    self._stream, Noop().frame_buffers(), self._resources.send_timeout_s
+                )
+            with trio.move_on_at(min(deadline, session.keep_alive.noop_due_at)):
+                await self._to_send.wait()
+            now = trio.current_time()
 
     def _send(self, now: float) -> int:
         """Gives the socket what there is to send at the time `now`; what it does not take at once
