@@ -302,7 +302,7 @@ Exit codes:
 _DUMP_EXITS = """\b
 Exit codes:
   0    everything was printed
-  1    damaged records were left out
+  1    damaged records were left out, or the output cannot be written
   2    wrong usage: check the command line
   130  interrupted by Ctrl-C
 """

@@ -242,6 +242,17 @@ def test_a_truncated_file_is_noticed(data: Path, part: str, share: float) -> Non
     assert hashes(data) == before
 
 
+def test_a_dump_without_room_does_not_speak_of_damage(data: Path) -> None:
+    command = [*COMMAND, "dump", "--data-dir", str(data)]
+    with open("/dev/full", "wb") as full:
+        dumped = subprocess.run(
+            command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=60, check=False
+        )
+    assert dumped.returncode == 1
+    assert "the output cannot be written: No space left on device; make room" in dumped.stderr
+    assert "backup" not in dumped.stderr
+
+
 def test_a_dump_continues_after_a_truncated_part(data: Path) -> None:
     whole = run("dump", "--data-dir", data).stdout.splitlines()
     path = file_of(data, "log")

@@ -30,6 +30,10 @@ _NAMES: Final = {operation.value: operation.name.lower() for operation in Operat
 _encode: Final = msgspec.json.Encoder().encode
 
 
+class OutputError(Exception):
+    """What was read cannot be written: the disk of the output is full, for instance."""
+
+
 class DumpOptions(msgspec.Struct, frozen=True):
     """What to dump.
 
@@ -64,7 +68,11 @@ class BucketDump:
         self._output = output
 
     def run(self, first_stage: int = 0) -> Iterator[Finding]:
-        """Writes partition by partition from `first_stage` on."""
+        """Writes partition by partition from `first_stage` on.
+
+        Raises:
+            OutputError: What was read cannot be written.
+        """
         for partition in range(first_stage, partition_count(self._log)):
             if self._options.partition in (None, partition):
                 yield Stage(partition, "the chunks", partition)
@@ -164,5 +172,8 @@ def _text_fields(name: str, data: bytes) -> dict[str, str]:
 
 def _write_all(descriptor: int, data: bytes) -> None:
     view = memoryview(data)
-    while view:
-        view = view[os.write(descriptor, view) :]
+    try:
+        while view:
+            view = view[os.write(descriptor, view) :]
+    except OSError as error:
+        raise OutputError(f"the output cannot be written: {error.strerror}") from error

@@ -21,7 +21,7 @@ import msgspec
 from upr_server.storage.errors import DataDirectoryError, StorageError
 from upr_server.storage.offline.bucket_files import open_map
 from upr_server.storage.offline.check import BucketCheck
-from upr_server.storage.offline.dump import BucketDump, DumpOptions
+from upr_server.storage.offline.dump import BucketDump, DumpOptions, OutputError
 from upr_server.storage.offline.findings import INDEX_ADVICE, LOG_ADVICE, Finding, Problem, Stage
 
 Task = Literal["check", "dump"]
@@ -158,5 +158,7 @@ def _findings(
         else:
             advice = f"{INDEX_ADVICE}; then check again"
             yield from BucketCheck(name, log, open_map(folder / "index")).run(first_stage)
+    except OutputError as error:
+        yield Problem(name, None, str(error), "make room there, and dump again")
     except (StorageError, OSError) as error:
         yield Problem(name, None, str(error), advice)
