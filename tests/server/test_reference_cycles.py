@@ -24,9 +24,10 @@ from upr_kernel import pack_header
 from upr_protocol.chunk import Bundle, chunk_of_plain_sets
 from upr_protocol.errors import Status
 from upr_protocol.failover import NOTHING_YET
-from upr_protocol.ids import PartitionId, PartitionState
+from upr_protocol.ids import Durability, PartitionId, PartitionState, SeqNo
 from upr_protocol.scram import SCRAM, ScramClient
 from upr_protocol.wire import (
+    Await,
     Barrier,
     BarrierReply,
     CloseStream,
@@ -272,3 +273,35 @@ async def test_nothing_of_a_bucket_is_left_when_it_is_deleted(
             assert alive(OF_A_BUCKET) != before
             await server.catalog.delete_bucket("b")
             assert alive(OF_A_BUCKET) == before
+
+
+async def test_nothing_of_a_bucket_is_left_that_connections_had_open(
+    autojump_clock: trio.testing.MockClock,
+) -> None:
+    """They go on, and one has waited for a number of the bucket."""
+    server = make_server()
+    async with server.recovered_buckets(), trio.open_nursery() as nursery:
+        own_end, peer_end = trio.testing.memory_stream_pair()
+        nursery.start_soon(server.connections.serve, peer_end)
+        peer = Peer(own_end)
+        with no_collections():
+            before = alive(OF_A_BUCKET)
+            await server.catalog.create_bucket("b", PARTITIONS, server.catalog.quota_bytes_default)
+            await converse(peer)
+            history_id = server.catalog.bucket("b").partitions[0].failover_log.current
+            request = Await(
+                history_id,
+                SeqNo(1),
+                0,
+                Durability.PERSISTED,
+                partition=PartitionId(0),
+                opaque=peer.opaque(),
+            )
+            await peer.say(request)
+            assert (await peer.hear(Refusal)).status == Status.TIMED_OUT
+            await trio.sleep(1)
+            assert alive(OF_A_BUCKET) != before
+            await server.catalog.delete_bucket("b")
+            await trio.sleep(1)
+            assert alive(OF_A_BUCKET) == before
+        await own_end.aclose()
