@@ -12,6 +12,7 @@ import pytest
 import trio
 import trio.testing
 
+from tests.server.test_access import ADMIN
 from tests.server.test_backfill import HeldReads, Model
 from tests.server.test_connection import P0, Peer, connected, sets
 from tests.server.test_durability import (
@@ -29,6 +30,7 @@ from tests.server.test_durability import (
 from upr_protocol.chunk import Chunk, Mutation
 from upr_protocol.errors import Status
 from upr_protocol.ids import Cas, HistoryId, Operation, PartitionState, SeqNo
+from upr_protocol.users import Grant, Right, User
 from upr_protocol.wire import (
     Credit,
     Get,
@@ -39,6 +41,7 @@ from upr_protocol.wire import (
     Message,
     MutateReply,
     Noop,
+    Refusal,
 )
 from upr_server.app import Server
 from upr_server.net import AcceptedConnection
@@ -405,3 +408,34 @@ async def test_items_expire_again_when_the_request_that_held_them_is_done(
         await trio.testing.wait_all_tasks_blocked()
         assert partition.may_expire(now)
         assert partition.expire(now) == 1
+
+
+@pytest.mark.parametrize("are_revoked", [True, False])
+async def test_a_request_that_waits_for_the_disk_needs_its_right_then(
+    autojump_clock: trio.testing.MockClock, *, are_revoked: bool
+) -> None:
+    """The first waits for the disk, and the others behind it."""
+    grants = (Grant(Right.READ, BUCKET), Grant(Right.WRITE, BUCKET))
+    bob = User("bob", None, grants)
+    store = HeldReads(FindItems)
+    async with a_cold_key(store, b"1") as (server, disk), speaking(server) as peer:
+        (connection,) = server.connections.connections
+        connection.context.access.user_name = bob.name
+        await server.users.apply_change(lambda users: users.with_user(ADMIN).with_user(bob))
+        store.released = trio.Event()
+        await ask(peer, 1)
+        opaques = [await send(peer, increment(COLD, 1), MEMORY) for _ in range(2)]
+        await trio.sleep(1)
+        await server.users.apply_change(
+            lambda users: (
+                users.revoking(bob.name, grants)
+                if are_revoked
+                else users.granting(bob.name, (Grant(Right.INDEX, BUCKET),))
+            )
+        )
+        store.released.set()
+        status = Status.NOT_ALLOWED if are_revoked else Status.OK
+        assert status_of(await peer.hear(Refusal if are_revoked else GetReply)) == status
+        for opaque in opaques:
+            assert status_of(await answer_to(peer, opaque)) == status
+        assert disk.bucket.partitions[0].high_seq == (1 if are_revoked else 3)

@@ -73,6 +73,7 @@ class _KeysRequest:
         self._request = request
         self._keys = keys
         self._partition = partition
+        self._generation = context.users.generation
 
     @property
     def nbytes(self) -> int:
@@ -81,6 +82,10 @@ class _KeysRequest:
     def apply(self, fetched_items: FetchedItems) -> Sequence[FetchRequest]:
         context, request, partition = self._context, self._request, self._partition
         keys = self._keys
+        if context.users.generation != self._generation:
+            # The right may have been revoked while it waited.
+            context.access.check_message(request)
+            context.access.check_read_keys(request)
         if partition.state is not PartitionState.ACTIVE:
             raise not_active_error(partition)
         history_id = partition.failover_log.current

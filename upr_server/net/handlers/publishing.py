@@ -133,6 +133,7 @@ class _BundleRequest(OrderedReply):
         "_error",
         "_failures",
         "_flusher",
+        "_generation",
         "_is_wrong_node",
         "_lines",
         "_request",
@@ -147,6 +148,7 @@ class _BundleRequest(OrderedReply):
         self._request = request
         self._batches = batches
         self._flusher = context.disk.flusher
+        self._generation = context.users.generation
         self._results: list[RunResult | None] = [None] * len(self.partitions)
         self._lines = b""
         """What became of the runs, as the kernel said, if all were applied and answered at once."""
@@ -312,6 +314,8 @@ class _BundleRequest(OrderedReply):
     def apply_run(self, run: _RunRequest, fetched_items: FetchedItems) -> StillNeeded:
         """Applies one run; or says what it needs first."""
         batch, partition = run.batch, run.partition
+        if self._context.users.generation != self._generation:
+            self._check_rights(batch, partition)
         # A partition that is no longer active needs none: `mutate` refuses the run.
         if run.evaluation is None or partition.state is not PartitionState.ACTIVE:
             run.evaluation = partition.evaluate(batch, now=self._context.time())
@@ -332,6 +336,16 @@ class _BundleRequest(OrderedReply):
                 return fetch_requests or UNFINISHED
         self._mutate(run.index, batch, partition, run.target, run.evaluation)
         return ()
+
+    def _check_rights(self, batch: MutationBatch, partition: Partition) -> None:
+        """Raises `ServerError` when the client may not change the keys any more: the right was
+        revoked while the run waited."""
+        try:
+            self._context.access.check_message(self._request)
+            self._context.access.check_changed_keys(self._request)
+        except ServerError:
+            self._context.refused_task_runs.note(batch, partition.id)
+            raise
 
     def _check_disk(self, batch: MutationBatch, partition: Partition) -> None:
         """Raises `ServerError` while the disk is full, and once the bucket was deleted: nothing is
