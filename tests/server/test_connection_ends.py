@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
+from functools import partial
 from typing import Final
 
 import pytest
@@ -13,7 +14,7 @@ import trio.testing
 from trio.testing import MockClock
 
 from tests.server.test_connection import Peer, connected, make_server
-from upr_protocol.errors import Status
+from upr_protocol.errors import Status, TlsError
 from upr_protocol.limits import HANDSHAKE_TIMEOUT_S, IDLE_INTERVAL_S_DEFAULT
 from upr_protocol.session import ServerSession
 from upr_protocol.wire import Error, Noop
@@ -99,20 +100,23 @@ class NotedStream(trio.abc.HalfCloseableStream):
     Args:
         stream: The stream.
         happenings: Where these are noted.
-        breaks: Whether the connection is reset when the peer ends it.
+        make_error: Makes what is raised when the peer ends the connection; None for its end.
     """
 
     def __init__(
-        self, stream: trio.abc.HalfCloseableStream, happenings: Happenings, *, breaks: bool
+        self,
+        stream: trio.abc.HalfCloseableStream,
+        happenings: Happenings,
+        make_error: Callable[[], Exception] | None,
     ) -> None:
         self._stream = stream
         self._happenings = happenings
-        self._breaks = breaks
+        self._make_error = make_error
 
     async def receive_some(self, max_bytes: int | None = None) -> bytes | bytearray:
         data = await self._stream.receive_some(max_bytes)
-        if self._breaks and not data:
-            raise trio.BrokenResourceError
+        if self._make_error is not None and not data:
+            raise self._make_error()
         return data
 
     async def send_all(self, data: bytes | bytearray | memoryview) -> None:
@@ -132,7 +136,9 @@ class NotedStream(trio.abc.HalfCloseableStream):
 
 @asynccontextmanager
 async def crowd(
-    *, breaks: bool = False, idle_interval_s: int = IDLE_INTERVAL_S_DEFAULT
+    *,
+    make_error: Callable[[], Exception] | None = None,
+    idle_interval_s: int = IDLE_INTERVAL_S_DEFAULT,
 ) -> AsyncIterator[tuple[Sequence[Peer], Happenings]]:
     """Peers of a server that ends some connections in each turn, and what happens to them."""
     server, happenings = make_server(connections_max=CROWD), Happenings()
@@ -146,7 +152,7 @@ async def crowd(
         peers = []
         for _ in range(CROWD):
             own_end, peer_end = trio.testing.memory_stream_pair()
-            pair = own_end, NotedStream(peer_end, happenings, breaks=breaks)
+            pair = own_end, NotedStream(peer_end, happenings, make_error)
             peers.append(
                 await stack.enter_async_context(
                     connected(server, pair, idle_interval_s=idle_interval_s)
@@ -211,20 +217,30 @@ class NotedLines:
         self.info = self.warning = lambda event, **_: happenings.note(event)
 
 
-@pytest.mark.parametrize("breaks", [False, True])
+@pytest.mark.parametrize(
+    ("make_error", "line"),
+    [
+        (None, ""),
+        (trio.BrokenResourceError, "connection lost"),
+        (partial(TlsError, "no certificate that is trusted here"), "TLS failed"),
+    ],
+)
 async def test_connections_that_peers_leave_together_end_some_in_each_turn(
-    autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch, *, breaks: bool
+    autojump_clock: MockClock,
+    monkeypatch: pytest.MonkeyPatch,
+    make_error: Callable[[], Exception] | None,
+    line: str,
 ) -> None:
     """That a connection broke is logged once for each, when its turn to end has come."""
-    async with crowd(breaks=breaks) as (peers, happenings):
+    async with crowd(make_error=make_error) as (peers, happenings):
         monkeypatch.setattr(connection, "log", NotedLines(happenings))
         for peer in peers:
             await peer.open()
         leave_together(peers)
         await trio.sleep(0.1)
         assert 0 < happenings.most["end"] <= ENDS_MAX
-        assert happenings.total["connection lost"] == breaks * CROWD
-        assert happenings.most["connection lost"] <= ENDS_MAX
+        assert happenings.total[line] == bool(line) * CROWD
+        assert happenings.most[line] <= ENDS_MAX
 
 
 class StepsOnceClosed(trio.abc.Instrument):

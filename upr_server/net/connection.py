@@ -131,6 +131,8 @@ class AcceptedConnection:
         """What the socket has not taken yet."""
         self._is_lost = False
         """Whether reading or writing has met an error."""
+        self._tls_failure = ""
+        """The error, if it is one of TLS; else empty."""
         self._opened_at = trio.current_time()
         self._frame = UnfinishedFrame(resources.frame_budget, self.network, self._drop_frame)
         """What is held of the frame that is arriving."""
@@ -201,7 +203,10 @@ class AcceptedConnection:
             self._resources.young_objects.note_made(CONNECTION_OBJECTS)
 
     def _log_loss(self) -> None:
-        log.info("connection lost", peer=self.peer, identity=self.session.client_identity)
+        if self._tls_failure:
+            log.warning("TLS failed", peer=self.peer, reason=self._tls_failure)
+        else:
+            log.info("connection lost", peer=self.peer, identity=self.session.client_identity)
 
     async def _refuse_in_clear(self) -> None:
         """Tells a peer that does not speak TLS so, in the clear."""
@@ -273,6 +278,12 @@ class AcceptedConnection:
             except (trio.BrokenResourceError, trio.ClosedResourceError):
                 # Raised into the nursery, it would end the streams in one step.
                 self._is_lost = True
+                count = 0
+            except TlsError as error:
+                if not self._is_ready:
+                    # A stranger has no streams, and may be answered in the clear.
+                    raise
+                self._is_lost, self._tls_failure = True, str(error)
                 count = 0
             if not count:
                 # A peer that half-closes has no way to acknowledge or say goodbye: it is gone.
