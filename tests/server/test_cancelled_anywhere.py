@@ -51,7 +51,7 @@ from upr_server.net.backlog import REPLIES_BYTES_MAX, ConnectionBacklog
 from upr_server.net.connection_ends import ENDS_MAX, ConnectionEnds
 from upr_server.net.frame_budget import FrameBudget, UnfinishedFrame
 from upr_server.net.step_writes import WOKEN_MAX, StepWrites
-from upr_server.net.turns import BudgetedTurns, Turns
+from upr_server.net.turns import BudgetedTurns, NetworkLine, NetworkTurns, Turns
 from upr_server.replication import MapExchange, PartitionMaps, UserExchange
 from upr_server.replication.bucket_replicators import BucketReplicators
 from upr_server.replication.clustered_bucket import ClusteredBucket
@@ -509,19 +509,25 @@ async def test_answers_to_publishers_that_are_taken_in_steps() -> None:
     (await cancelled_at_each_step(work, answers.check_invariants, then=work)).check_inside(*TAKING)
 
 
-TURNS: Final = tries(Turns.next_turn, BudgetedTurns.next_turn)
+TURNS: Final = tries(Turns.next_turn, BudgetedTurns.next_turn, NetworkTurns.next_turn)
 
 
 async def test_long_work_that_waits_for_its_turn(autojump_clock: MockClock) -> None:
     turns, read_turns = Turns(), BudgetedTurns(TurnTimer(), 1000)
+    lines = dict[str, NetworkLine]()
+    network_turns = NetworkTurns(read_turns, lines, "10.0.0.1")
 
     async def work() -> None:
         async with trio.open_nursery() as nursery:
             for _ in range(3):
                 nursery.start_soon(turns.next_turn)
                 nursery.start_soon(read_turns.next_turn)
+                nursery.start_soon(network_turns.next_turn)
 
-    (await cancelled_at_each_step(work, then=work)).check_inside(*TURNS)
+    def look() -> None:
+        assert not lines
+
+    (await cancelled_at_each_step(work, look, then=work)).check_inside(*TURNS)
 
 
 BACKLOG: Final = tries(ConnectionBacklog.wait_for_reply_room, ConnectionBacklog.wait_until_not_full)

@@ -19,6 +19,7 @@ from upr_protocol.security import Security, TlsSettings
 from upr_protocol.transport import TlsStream
 from upr_server.app import Server, running_server
 from upr_server.config import BucketConfig, ServerConfig
+from upr_server.net.turns import NetworkTurns
 from upr_server.storage.simulated import SimulatedStore
 
 
@@ -80,6 +81,9 @@ async def test_handshakes_take_turns(certificates: Certificates) -> None:
         assert not turns._used_amount
         async with connect(encrypted(server.url("b"), certificates.security())):
             assert turns._used_amount > 0
+            (connection, *_) = server.connections.connections
+            assert isinstance(connection._stream, TlsStream)
+            assert isinstance(connection._stream._turns, NetworkTurns)
 
 
 # Who is refused, and what each side is told.

@@ -29,7 +29,13 @@ from upr_protocol.wire import (
 )
 from upr_server.net.connection import AcceptedConnection
 from upr_server.net.streamer import STEP_STREAMS
-from upr_server.net.turns import BudgetedTurns
+from upr_server.net.turns import (
+    HANDSHAKE_LANES,
+    HANDSHAKES_IN_LINE,
+    BudgetedTurns,
+    NetworkLine,
+    NetworkTurns,
+)
 from upr_server.runtime import TurnTimer
 
 BYTES_MAX: Final = 1000
@@ -82,6 +88,28 @@ async def test_many_readers_share_the_loops_turns(lanes: int) -> None:
     # What begins below the bound ends above it, and so do those that had waited.
     assert max(bytes_by_turn.values()) <= BYTES_MAX + (1 + lanes) * HALF
     assert all(reads_by_reader[reader] == 5 for reader in range(20))
+
+
+async def test_networks_have_their_turns_one_after_the_other() -> None:
+    """Who comes later from another one does not wait behind all that one has opened."""
+    timer = TurnTimer()
+    timer.start()
+    turns, lines = BudgetedTurns(timer, 1, HANDSHAKE_LANES), dict[str, NetworkLine]()
+    order: list[str] = []
+
+    async def greet(network: str) -> None:
+        await NetworkTurns(turns, lines, network).next_turn()
+        order.append(network)
+
+    async with trio.open_nursery() as nursery:
+        for _ in range(100):
+            nursery.start_soon(greet, "many")
+        while not order:
+            await trio.lowlevel.checkpoint()
+        nursery.start_soon(greet, "one")
+    assert Counter(order) == {"many": 100, "one": 1}
+    assert order.index("one") < 5 * HANDSHAKES_IN_LINE
+    assert not lines
 
 
 class NotedTurns(BudgetedTurns):

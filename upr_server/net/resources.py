@@ -32,6 +32,7 @@ from upr_server.net.turns import (
     TURN_WRITE_BYTES,
     WRITE_LANES,
     BudgetedTurns,
+    NetworkLine,
     Turns,
 )
 from upr_server.runtime import AuditLog, TurnTimer, YoungObjects
@@ -132,6 +133,7 @@ class ServerResources:
         connection_turns: The turns of connections on which something is due that may be due on
             thousands at the same time.
         handshake_turns: The turns of encrypted connections whose handshake goes on.
+        handshake_lines: Those who wait for these turns, by network.
         wait_turns: The turns of answers to those who wait for numbers.
     """
 
@@ -184,4 +186,5 @@ class ServerResources:
             takes_self=True,
         )
     )
+    handshake_lines: dict[str, NetworkLine] = attrs.field(factory=dict)
     wait_turns: Turns = attrs.field(factory=Turns)

@@ -23,7 +23,8 @@ from upr_server.net.log_in import LogInResources
 from upr_server.net.request_context import Handler
 from upr_server.net.resources import EventProvider, PartitionMapProvider, ServerResources
 from upr_server.net.streamer import streams_in_steps
-from upr_server.runtime import AuditLog, Certificates, sums_in_steps
+from upr_server.net.turns import NetworkTurns
+from upr_server.runtime import AuditLog, Certificates, network_of, sums_in_steps
 from upr_server.user_store import UserStore
 
 CONNECTIONS_TOLD_MAX: Final = 1000
@@ -124,7 +125,10 @@ class ConnectionServer:
     async def _serve(self, stream: trio.abc.HalfCloseableStream, peer: str) -> None:
         allow_unsent_bytes(stream)
         if self._certificates is not None:
-            stream = self._certificates.encrypt_stream(stream, self.resources.handshake_turns)
+            turns, lines = self.resources.handshake_turns, self.resources.handshake_lines
+            stream = self._certificates.encrypt_stream(
+                stream, NetworkTurns(turns, lines, network_of(peer))
+            )
         connection = self.new_connection(stream, peer)
         if reason := self._reason_to_refuse(connection.network):
             await self._refuse(connection, stream, reason)

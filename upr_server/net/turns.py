@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Final, Protocol
 
+import attrs
 import trio
 
 TURN_READ_BYTES: Final = 2 * 1024 * 1024
@@ -38,6 +39,9 @@ ms with a key of an elliptic curve, and 0.6 with one of RSA of 2,048 bits."""
 
 HANDSHAKE_LANES: Final = 2
 """Handshakes that have their turn together."""
+
+HANDSHAKES_IN_LINE: Final = 2 * HANDSHAKE_LANES
+"""Handshakes of one network that stand in the line of all: for each lane one, and the next."""
 
 
 class TurnCounter(Protocol):
@@ -107,3 +111,60 @@ class BudgetedTurns:
         if self._turn != self._turn_counter.turn_count:
             self._turn, self._used_amount = self._turn_counter.turn_count, 0.0
         self._used_amount += amount
+
+
+@attrs.define(eq=False)
+class NetworkLine:
+    """Those of one network who wait.
+
+    Attributes:
+        places: Their places in the line of all.
+        count: How many have one, or wait for one.
+    """
+
+    places: trio.CapacityLimiter = attrs.field(
+        factory=lambda: trio.CapacityLimiter(HANDSHAKES_IN_LINE)
+    )
+    count: int = 0
+
+
+class NetworkTurns:
+    """The turns of handshakes as a connection of one network has them. Only some of each network
+    stand in the line of all, and the others behind these. So networks have their turns one after
+    the other, and nobody has to wait behind all connections that somebody else has opened.
+
+    Args:
+        turns: The turns of all.
+        lines: The lines of the networks that wait, which all share.
+        network: The network.
+    """
+
+    __slots__ = ("_lines", "_network", "_turns")
+
+    def __init__(self, turns: BudgetedTurns, lines: dict[str, NetworkLine], network: str) -> None:
+        self._turns = turns
+        self._lines = lines
+        self._network = network
+
+    @property
+    def may_begin(self) -> bool:
+        """Whether a piece may begin now."""
+        return self._turns.may_begin
+
+    async def next_turn(self) -> None:
+        """Waits until a piece may begin."""
+        line = self._lines.get(self._network)
+        if line is None:
+            line = self._lines[self._network] = NetworkLine()
+        line.count += 1
+        try:
+            async with line.places:
+                await self._turns.next_turn()
+        finally:
+            line.count -= 1
+            if not line.count:
+                del self._lines[self._network]
+
+    def note_used(self, amount: float) -> None:
+        """Counts a piece, once it is done."""
+        self._turns.note_used(amount)
