@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -20,11 +21,18 @@ from tests.indexer.kit import (
 from tests.indexer.test_oracle import World
 from tests.kit.process import eventually
 from tests.kit.server_group import running_servers
-from upr_protocol.client import Event, RollbackConsumer, Undone, WriteResult, connect
+from upr_protocol.client import (
+    Event,
+    RollbackConsumer,
+    Undone,
+    WriteResult,
+    connect,
+    publisher,
+)
 from upr_protocol.client.operator import fail_over
 from upr_protocol.client.rollback.received_keys_file import ReceivedKeysFile
 from upr_protocol.hashing import partition_of
-from upr_protocol.ids import Durability
+from upr_protocol.ids import Durability, PartitionId, SeqNo
 from upr_server.indexer.document_rows import RoundChanges
 from upr_server.indexer.freshness import WriteLostError
 from upr_server.indexer.index_file import EntrySource, IndexFile
@@ -226,3 +234,34 @@ async def test_a_failover_between_servers(tmp_path: Path) -> None:
             entries = await scan(indexer, "x/i", timeout_s=20)
             assert entries == by_brute_force(BY_A, contents)
             assert (["after"], "k1") in entries
+
+
+async def test_a_key_is_forgotten_only_once_its_change_is_applied(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also the key of a change whose snapshot has yet to end. Where the indexes were behind the
+    forgotten keys, an indexer that started again began the partition again."""
+    trim = ReceivedKeysFile.trim
+    floors: dict[PartitionId, SeqNo] = {}
+
+    async def trim_checked(
+        keys_file: ReceivedKeysFile, droppable_seq: Callable[[PartitionId], SeqNo]
+    ) -> None:
+        await trim(keys_file, droppable_seq)
+        floors.update(keys_file.keys.floors())
+        file = indexer.slices[0].catalog.file
+        assert all(file.mark(partition).seq >= floor for partition, floor in floors.items())
+
+    monkeypatch.setattr(ReceivedKeysFile, "trim", trim_checked)
+    async with (
+        a_server(partitions=1) as server,
+        connect(server.url(BUCKET)) as client,
+        an_indexer(server.url(BUCKET), tmp_path, undo_mutations=10) as indexer,
+    ):
+        async with publisher(server.url(BUCKET)) as writer:
+            for index in range(100):
+                await writer.set(f"k{index}", "0")
+        await client.set("k", "0")
+        file = indexer.slices[0].catalog.file
+        await eventually(lambda: file.mark(PartitionId(0)).seq == 101, "all is applied")
+    assert floors

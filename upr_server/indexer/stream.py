@@ -88,19 +88,23 @@ def superfluous_partitions(
 
 class _IndexedState:
     """A resume store: the indexes hold the resume state, and saving it means to apply everything
-    that was put."""
+    that came."""
 
-    def __init__(self, bucket: str, pipeline: Pipeline) -> None:
+    def __init__(self, bucket: str, pipeline: Pipeline, assembler: BatchAssembler) -> None:
         self._bucket = bucket
         self._pipeline = pipeline
+        self._assembler = assembler
 
     async def load(self) -> ResumeState:
         """How far all indexes are."""
         return common_state(self._bucket, self._pipeline.members)
 
-    async def save(self, state: ResumeState) -> None:  # noqa: ARG002  it is what was put
+    async def save(self, state: ResumeState) -> None:  # noqa: ARG002  it is what came
         """Applies everything, and syncs it. Does nothing once the pipeline has stopped: what was
         not applied is read again."""
+        # Parts of snapshots, too: the consumer is about to forget their keys. An indexer that
+        # starts without those parts would begin the partition again.
+        self._assembler.flush_all()
         if await self._pipeline.drain():
             await self._pipeline.sync()
 
@@ -141,8 +145,8 @@ class IndexerStream:
         self._received_keys_limits = received_keys_limits
         self._slice_id = slice_id
         self._partitions: list[PartitionId] | None = None
-        self._store = _IndexedState(address.bucket, pipeline)
         self._assembler = BatchAssembler(pool, self._put, batch_bytes(pool))
+        self._store = _IndexedState(address.bucket, pipeline, self._assembler)
         self._consumer: RollbackConsumer | None = None
         self._changed = Notifier()
         self._pauses = 0
