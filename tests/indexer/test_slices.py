@@ -203,6 +203,7 @@ async def test_indexes_that_are_divided_anew_are_built_again(
         is_first_time = "building index" in [line["event"] for line in logs]
         assert len(lines) == is_first_time
         assert set(os.listdir(tmp_path)) == {
+            "definitions.json",
             "lock",
             *(SliceId(part, slices).folder for part in range(slices)),
         }

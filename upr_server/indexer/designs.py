@@ -15,6 +15,7 @@ from upr_protocol.ids import Durability
 from upr_server.indexer.announcements import Announcements
 from upr_server.indexer.catalog import CATALOG_BYTES_MAX
 from upr_server.indexer.definitions import NoIndexError
+from upr_server.indexer.definitions_file import DefinitionsFile
 from upr_server.indexer.overlay import DesignOverlay
 from upr_server.indexer.pool import OverloadedError
 from upr_server.indexer.pure.definition import (
@@ -52,11 +53,19 @@ class Designs:
         address: The bucket.
         consumer: The indexer's name as a consumer of the event bus.
         holders: The slices, by their numbers.
+        file: Has the definitions for the next start; None to keep none.
     """
 
-    def __init__(self, address: Address, consumer: str, holders: Sequence[SliceHolder]) -> None:
+    def __init__(
+        self,
+        address: Address,
+        consumer: str,
+        holders: Sequence[SliceHolder],
+        file: DefinitionsFile | None = None,
+    ) -> None:
         self._address = address
         self._holders = holders
+        self._file = file
         self._reports: dict[int, CatalogReport] = {}
         # By slice, the count of rollbacks when its catalog was known to be whole.
         self._whole_at: dict[int, int] = {}
@@ -185,6 +194,11 @@ class Designs:
             UprError: The server refused.
         """
         await self._redefined.wait_until(lambda: len(self._reports) == len(self._holders))
+        if self._file is not None:
+            # Kept like others that a catalog lacks, until all of them are known to be whole.
+            self._definitions = await trio.to_thread.run_sync(
+                self._file.load, self._streamed_texts().keys()
+            )
         async with trio.open_nursery() as nursery:
             nursery.start_soon(self._overlay.run)
             nursery.start_soon(self._announcements.run)
@@ -264,6 +278,16 @@ class Designs:
         if not is_whole and not self._is_confirming:
             self._is_confirming = True
             nursery.start_soon(self._confirm_catalogs)
+        if is_changed:
+            await self._save(merged_definitions)
+
+    async def _save(self, definitions: Mapping[IndexName, IndexDefinition]) -> None:
+        if self._file is None:
+            return
+        try:
+            await trio.to_thread.run_sync(self._file.save, definitions)
+        except OSError as error:
+            log.warning("the definitions cannot be saved", error=str(error))
 
     def _is_whole(self, index: int) -> bool:
         """Whether the report of a slice lacks no design document."""

@@ -15,6 +15,7 @@ import trio
 from upr_protocol.client import Address, ReceivedKeysLimits
 from upr_protocol.errors import UprError
 from upr_server.indexer.announcements import consumer_name
+from upr_server.indexer.definitions_file import DefinitionsFile
 from upr_server.indexer.designs import Designs
 from upr_server.indexer.directory import locked_folder, remove_other_slices
 from upr_server.indexer.membership import Membership
@@ -98,7 +99,12 @@ class Indexer:
         self.membership = settings.membership
         self.pool = pool
         self.holders = holders
-        self.designs = Designs(settings.address, consumer_name(settings.data_dir), holders)
+        self.designs = Designs(
+            settings.address,
+            consumer_name(settings.data_dir),
+            holders,
+            DefinitionsFile(settings.data_dir / "definitions.json"),
+        )
         self.server_progress = ServerProgress(settings.address)
         self.scanner = Scanner(self.designs, holders, pool, self.server_progress)
 
