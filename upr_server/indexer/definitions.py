@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -40,6 +40,10 @@ _INDEXES: Final = "indexes"
 COLUMN_ROWS: Final = 500
 """How many documents are looked at in columns. A value that is not plain costs the others of its
 column 0.2 µs each, and a round that is cancelled ends with them."""
+
+TOGETHER_SHARE: Final = 0.9
+"""Indexes are built together if none has less than this share of the partitions that another has.
+After a crash they differ by those that the last round began."""
 
 
 class NoIndexError(UprError):
@@ -290,17 +294,17 @@ class Definitions:
 
     def _build_new(self, nursery: trio.Nursery) -> None:
         building_files = {member.file for builder in self._builders for member in builder.members}
-        members = [
-            index.pipeline_member()
+        new_indexes = [
+            index
             for index in self._indexes.values()
             if not index.file.is_built and index.file not in building_files
         ]
-        if members:
+        for indexes in _equally_far(new_indexes):
             builder = IndexBuilder(
                 self._address,
                 self._pool,
                 self._work,
-                members,
+                [index.pipeline_member() for index in indexes],
                 self._stream,
                 self._pipeline,
                 self._queues,
@@ -338,6 +342,19 @@ class Definitions:
         # Runs after the round that may still be under way: `work` runs one function at a time.
         await self._work(index.file.destroy)
         self._files.remove(index.file)
+
+
+def _equally_far(indexes: Iterable[Index]) -> list[list[Index]]:
+    """Divides indexes into those that are to be built together: what one of them has nothing of, a
+    builder begins again for all. After a start some may have most of the bucket, and others
+    nothing. O(n log n)."""
+    groups: list[list[Index]] = []
+    for index in sorted(indexes, key=lambda index: -len(index.file.marks)):
+        if groups and len(index.file.marks) >= TOGETHER_SHARE * len(groups[-1][0].file.marks):
+            groups[-1].append(index)
+        else:
+            groups.append([index])
+    return groups
 
 
 def index_path(folder: Path, name: IndexName, definition: IndexDefinition) -> Path:
