@@ -496,6 +496,39 @@ async def test_few_documents_are_parsed_at_once(monkeypatch: pytest.MonkeyPatch)
     assert (started_at_once, started_count) == (PARSES_AT_ONCE, 10)
 
 
+@pytest.mark.parametrize("way", ["written", "streamed"])
+async def test_a_stop_does_not_wait_for_a_document_that_is_parsed(
+    way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It takes 15 s for the longest, and a minute for all."""
+    has_begun, has_ended, may_end = Event(), Event(), Event()
+
+    def parse(name: str, text: bytes) -> None:
+        has_begun.set()
+        may_end.wait(1)
+        has_ended.set()
+        raise DefinitionError("", f"{name}: {len(text)}")
+
+    monkeypatch.setattr(designs_module, "parse_design", parse)
+    holder = WorkerProcess(SliceId(), config=b"", pool_bytes=1)
+    designs = Designs(Address.parse("upr://h/b"), "indexer", [holder])
+    designs.catalog_read(0, CatalogReport({"d": b"{}"}, 0))
+
+    async def run() -> None:
+        if way == "written":
+            await designs.create("d", b"{}")
+        else:
+            async with trio.open_nursery() as inner_nursery:
+                await designs._reconcile(inner_nursery)
+
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(run)
+        await trio.to_thread.run_sync(has_begun.wait)
+        nursery.cancel_scope.cancel()
+    assert not has_ended.is_set()
+    may_end.set()
+
+
 async def test_a_slice_that_has_too_much_to_do_is_asked_again_what_it_has(
     autojump_clock: trio.testing.MockClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -144,7 +144,9 @@ class Designs:
                 indexes; nothing was written.
             UprError: The server could not be reached, or refused.
         """
-        design = await trio.to_thread.run_sync(parse_design, name, text, limiter=self._parse_turns)
+        design = await trio.to_thread.run_sync(
+            parse_design, name, text, limiter=self._parse_turns, abandon_on_cancel=True
+        )
         other_indexes = sum(index.design != name for index in self._definitions)
         if other_indexes + len(design.indexes) > ALL_INDEXES_MAX:
             raise DefinitionError("indexes", _too_many_reason(other_indexes, design))
@@ -197,7 +199,7 @@ class Designs:
         if self._file is not None:
             # Kept like others that a catalog lacks, until all of them are known to be whole.
             self._definitions = await trio.to_thread.run_sync(
-                self._file.load, self._streamed_texts().keys()
+                self._file.load, self._streamed_texts().keys(), abandon_on_cancel=True
             )
         async with trio.open_nursery() as nursery:
             nursery.start_soon(self._overlay.run)
@@ -249,9 +251,11 @@ class Designs:
         # barrier after the last rollback has come back. The overlay needs no such care: it was read
         # from the server.
         is_whole = all(map(self._is_whole, self._reports))
-        # Not in the loop: compiling long expressions takes seconds.
+        # Not in the loop: compiling long expressions takes seconds, for which a stop does not wait.
         designs, mistakes = await trio.to_thread.run_sync(
-            _parse_all, {name: text for name, text in texts.items() if text is not None}
+            _parse_all,
+            {name: text for name, text in texts.items() if text is not None},
+            abandon_on_cancel=True,
         )
         running_designs = {name.design for name in self._definitions}
         kept_indexes = [
