@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
+import msgspec
 import pytest
 import trio
 import trio.testing
@@ -764,6 +765,31 @@ async def test_counts_leave_threads_for_what_keeps_a_slice_going(
             try:
                 with trio.fail_after(20):
                     status = await indexer.scanner.status(name_of("d/n"))
+                    # A scan that waits for its turn has its timeout.
+                    with pytest.raises(NotFreshError):
+                        await ask(indexer, "d/n", Query(limit=10_000, timeout_s=0.1))
             finally:
                 may_go_on.set()
     assert status.state == "ready"
+
+
+@pytest.mark.parametrize("limit", [1, 10_000])
+async def test_a_scan_that_needs_no_wait_needs_no_time(tmp_path: Path, limit: int) -> None:
+    """With a timeout of 0 s it was refused as not fresh, whatever it asked for."""
+    async with (
+        a_server() as server,
+        connect(server.url("b")) as client,
+        an_indexer(server.url("b"), tmp_path) as indexer,
+    ):
+        await define(client, "d", {"n": BY_N})
+        for key in "xy":
+            await client.set(key, '{"n": 1}')
+        await until_ready(indexer, "d/n")
+        assert len(await scan(indexer, "d/n")) == 2
+        query = Query(timeout_s=0, limit=limit, hold_s=1)
+        page = await ask(indexer, "d/n", query)
+        assert page.entries[0].id == "x"
+        again = msgspec.structs.replace(query, moment=page.moment, hold_s=0)
+        assert (await ask(indexer, "d/n", again)).entries == page.entries
+        with pytest.raises(NotFreshError):
+            await ask(indexer, "d/n", Query(timeout_s=0, limit=limit, consistency="now"))

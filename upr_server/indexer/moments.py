@@ -85,13 +85,20 @@ class Moment:
         Raises:
             MomentGoneError: It was given up.
         """
-        async with self._lock:
+        try:
+            # Without a checkpoint, if nobody has it: a scan may have no time to wait.
+            self._lock.acquire_nowait()
+        except trio.WouldBlock:
+            await self._lock.acquire()
+        try:
             self.check()
             try:
                 yield self._view
             finally:
                 if self.is_gone:
                     self._view.close()
+        finally:
+            self._lock.release()
 
     def check(self) -> None:
         """Makes sure that it is held.

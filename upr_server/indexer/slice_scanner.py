@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from math import inf
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import msgspec
 import trio
@@ -39,6 +39,8 @@ from upr_server.indexer.slices import (
     SliceStatus,
 )
 from upr_server.indexer.stream import IndexerStream
+
+T = TypeVar("T")
 
 READS_AT_ONCE: Final = 32
 """How many scans that read much are in threads at once. A count may take minutes. A process has 40
@@ -100,7 +102,7 @@ class SliceScanner:
         self._stream = stream
         self._barriers = barriers
         self._moments = moments
-        self._read_turns = trio.CapacityLimiter(READS_AT_ONCE)
+        self._read_turns = trio.Semaphore(READS_AT_ONCE)
 
     async def status(
         self, name: IndexName, definition: IndexDefinition, newest_seqs: Mapping[PartitionId, SeqNo]
@@ -203,13 +205,11 @@ class SliceScanner:
         log = FreshnessLog()
         log.freshness = "moment"
         timeout_s = scan.query.timeout_s
-        with trio.move_on_after(timeout_s) as scope, index.reading():
+        with trio.CancelScope() as scope, index.reading():
+            scope.deadline = trio.current_time() + timeout_s
             async with moment.reading() as view:
-                with _without_deadline(scope):
-                    return await trio.to_thread.run_sync(
-                        partial(read_answer, view, scan, selection, log, check_cancelled),
-                        limiter=self._read_turns,
-                    )
+                read = partial(read_answer, view, scan, selection, log, check_cancelled)
+                return await self._read_in_thread(read, scope)
         raise NotFreshError(
             f"others have read the moment {moment.token} for {timeout_s:g} s; ask again"
         )
@@ -220,7 +220,9 @@ class SliceScanner:
         """The answer to a query, of now, and the index at that moment. The view is closed unless it
         is to be held."""
         log, query = FreshnessLog(), scan.query
-        with trio.move_on_after(query.timeout_s) as scope:
+        with trio.CancelScope() as scope:
+            # `move_on_after` would end a scan of 0 s though there is nothing to wait for.
+            scope.deadline = trio.current_time() + query.timeout_s
             if index.file.failure:
                 raise IndexFailedError(index.name, index.file.failure)
             if not index.file.is_built:
@@ -238,8 +240,8 @@ class SliceScanner:
                 return await self._scan(index, scan, selection, writes, log, scope)
         assert scope.cancelled_caught
         raise NotFreshError(
-            f"the index {index.name} has not caught up after {query.timeout_s:g} s; ask again, or "
-            "with a higher timeout_s"
+            f"the index {index.name} has not caught up after {query.timeout_s:g} s, or others had "
+            "all turns to read; ask again, or with a higher timeout_s"
         )
 
     async def _wait_for_barrier(self, index: Index, log: FreshnessLog) -> None:
@@ -271,14 +273,27 @@ class SliceScanner:
             # meanwhile. The next round may bring the rest.
             with suppress(NotSettledError):
                 read = partial(_read_now, index, scan, selection, writes, log)
-                if reads_little(scan):
+                if not reads_little(scan):
+                    return await self._read_in_thread(read, waits_scope)
+                with _without_deadline(waits_scope):
                     await trio.lowlevel.checkpoint()
                     return read()
-                with _without_deadline(waits_scope):
-                    return await trio.to_thread.run_sync(read, limiter=self._read_turns)
             with log.recorded_wait("whole_snapshots"):
                 await self._wait(index, partial(self._has_applied_after, rounds, index))
         raise NoIndexError(f"the index {index.name} was dropped during the scan")
+
+    async def _read_in_thread(self, read: Callable[[], T], waits_scope: trio.CancelScope) -> T:
+        """What `read` gives. To wait for its turn counts as waiting, to read does not. A turn that
+        is free is taken without a checkpoint."""
+        try:
+            self._read_turns.acquire_nowait()
+        except trio.WouldBlock:
+            await self._read_turns.acquire()
+        try:
+            with _without_deadline(waits_scope):
+                return await trio.to_thread.run_sync(read)
+        finally:
+            self._read_turns.release()
 
     def _has_applied_after(self, rounds: int, index: Index) -> bool:
         return self._pipeline.round_count(index.file) > rounds
