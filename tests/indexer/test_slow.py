@@ -31,6 +31,7 @@ from upr_server.indexer import batch_queues
 from upr_server.indexer import indexer as indexer_module
 from upr_server.indexer.batch_queues import QUEUE_BATCHES_MAX, ROUND_BYTES
 from upr_server.indexer.builder import IndexBuilder
+from upr_server.indexer.definitions import NoIndexError
 from upr_server.indexer.entry_reader import EntryReader, EntrySelection
 from upr_server.indexer.freshness import ScanBarriers
 from upr_server.indexer.index_batch import BATCH_OVERHEAD_BYTES, IndexBatch
@@ -771,6 +772,44 @@ async def test_counts_leave_threads_for_what_keeps_a_slice_going(
             finally:
                 may_go_on.set()
     assert status.state == "ready"
+
+
+async def test_a_count_of_an_index_that_is_dropped_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The file is removed when nobody reads it, and until then the slice took in no definition: for
+    minutes, where a count took so long."""
+    has_begun, may_go_on = trio.Event(), threading.Event()
+    counted = 0
+
+    def select(_reader: EntryReader, _selection: EntrySelection) -> Iterator[bytes]:
+        nonlocal counted
+        trio.from_thread.run_sync(has_begun.set)
+        may_go_on.wait()
+        for _ in range(3 * COUNT_STEP):
+            counted += 1
+            yield b""
+
+    async def count_all_entries() -> None:
+        with pytest.raises(NoIndexError):
+            await ask(indexer, "d/n", Query(count=True, prefix=[1]))
+
+    async with (
+        a_server() as server,
+        connect(server.url("b")) as client,
+        an_indexer(server.url("b"), tmp_path) as indexer,
+    ):
+        await define(client, "d", {"n": BY_N})
+        await until_ready(indexer, "d/n")
+        monkeypatch.setattr(EntryReader, "select", select)
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(count_all_entries)
+            await has_begun.wait()
+            await indexer.designs.drop("d")
+            definitions = indexer.slices[0].definitions
+            await eventually(lambda: not definitions.names(), "it is dropped")
+            may_go_on.set()
+    assert counted == COUNT_STEP
 
 
 @pytest.mark.parametrize("limit", [1, 10_000])

@@ -208,7 +208,9 @@ class SliceScanner:
         with trio.CancelScope() as scope, index.reading():
             scope.deadline = trio.current_time() + timeout_s
             async with moment.reading() as view:
-                read = partial(read_answer, view, scan, selection, log, check_cancelled)
+                read = partial(
+                    read_answer, view, scan, selection, log, partial(_check_wanted, index)
+                )
                 return await self._read_in_thread(read, scope)
         raise NotFreshError(
             f"others have read the moment {moment.token} for {timeout_s:g} s; ask again"
@@ -351,10 +353,18 @@ def _read_now(
         if failure:
             raise IndexFailedError(index.name, failure)
         _check_writes(index, view, writes)
-        answer = read_answer(view, scan, selection, log, check_cancelled)
+        answer = read_answer(view, scan, selection, log, partial(_check_wanted, index))
         if scan.query.hold_s:
             stack.pop_all()
     return answer, view
+
+
+def _check_wanted(index: Index) -> None:
+    """For a thread that reads an index: raises if nobody waits for it any more, or if the index was
+    dropped. What is defined meanwhile is built only once the file is removed."""
+    check_cancelled()
+    if not index.is_defined:
+        raise NoIndexError(f"the index {index.name} was dropped during the scan")
 
 
 def _check_writes(index: Index, view: IndexView, writes: RequiredWrites) -> None:
