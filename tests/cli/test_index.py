@@ -10,7 +10,7 @@ import pytest
 
 from tests.cli.conftest import Run
 from tests.indexer.processes import indexer_process
-from upr_protocol.cli.index import split_expressions
+from upr_protocol.cli.index import split_expressions, trouble_of
 from upr_protocol.client import BlockingClient, WriteResult
 
 
@@ -148,6 +148,27 @@ def test_a_wrong_command_line_is_a_usage_error(
 )
 def test_commas_within_an_expression_do_not_divide_it(text: str, expressions: list[str]) -> None:
     assert split_expressions(text) == expressions
+
+
+@pytest.mark.parametrize(
+    ("slices", "trouble"),
+    [
+        ([{"slice": 0, "state": "ready"}], ""),
+        ([{"slice": 0, "state": "failed", "failure": "too costly"}], "slice 0 failed"),
+        (
+            [{"slice": 0, "state": "ready", "failure": "full"}, {"slice": 1, "state": "building"}],
+            "slice 0 ready: full; slice 1 building",
+        ),
+        (
+            [{"slice": 0, "state": "ready", "replicas": [{"node": "n:1", "state": "missing"}]}],
+            "slice 0 missing at n:1",
+        ),
+    ],
+)
+def test_a_list_names_the_slices_that_are_in_trouble(
+    slices: list[dict[str, object]], trouble: str
+) -> None:
+    assert trouble_of({"slices": slices}) == trouble
 
 
 @pytest.mark.parametrize("url", ["http://127.0.0.1:1", "http://mün..chen:1"])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
+from contextlib import AbstractContextManager, asynccontextmanager, nullcontext
 from pathlib import Path
 from typing import Any, cast
 
@@ -51,6 +51,10 @@ class ByKey:
     failure = ""
     has_payloads = False
     key_prefix = b""
+
+    def attempt(self) -> AbstractContextManager[None]:
+        """Nothing is noted."""
+        return nullcontext()
 
     def single_entries(self, rows: DocumentRows) -> None:
         """None: `entries` says what they are."""

@@ -60,6 +60,7 @@ from upr_server.indexer.directory import (
     remove_other_slices,
     retry_while_in_use,
 )
+from upr_server.indexer.disk import Disk
 from upr_server.indexer.entry_stream import EntryStream
 from upr_server.indexer.freshness import ScanBarriers
 from upr_server.indexer.http_access import RENEW_S, HttpAccess
@@ -347,6 +348,8 @@ RUN: Final = tries(
     Definitions.run,
     IndexBuilder.run,
     Pipeline.run,
+    Pipeline.write,
+    Disk.retry,
     IndexerStream.run,
     IndexerStream.partitions,
     DesignOverlay.run,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +43,10 @@ class Words:
 
     def __init__(self, *, is_single: bool = True) -> None:
         self._is_single = is_single
+
+    def attempt(self) -> AbstractContextManager[None]:
+        """Nothing is noted."""
+        return nullcontext()
 
     def single_entries(self, rows: DocumentRows) -> list[bytes] | None:
         """Each document's entry; empty if there is none."""

@@ -201,7 +201,8 @@ def list_indexes(url: str, as_json: bool) -> None:
     """List the indexes.
 
     The column slices tells of how many slices there is a copy that is ready; trouble names the
-    copies that are not. Design documents with mistakes are reported on standard error.
+    copies that are not, or cannot be written. Design documents with mistakes are reported on
+    standard error.
     """
     with _indexer(url) as client:
         not_ready_reason = client.not_ready_reason()
@@ -212,7 +213,7 @@ def list_indexes(url: str, as_json: bool) -> None:
     print_table(
         (*columns, "slices", "trouble"),
         [
-            (*(row[column] for column in columns), _ready_slices(row), _trouble(row))
+            (*(row[column] for column in columns), _ready_slices(row), trouble_of(row))
             for row in indexes
         ],
         as_json=as_json,
@@ -226,15 +227,19 @@ def _ready_slices(index: dict[str, Any]) -> str:
     return f"{ready} of {len(index['slices'])}"
 
 
-def _trouble(index: dict[str, Any]) -> str:
-    """The slices, or the copies of them, that are not ready."""
-    return "; ".join(
-        f"slice {slice_['slice']} {copy['state']}" + (f" at {copy['node']}" if copies else "")
-        for slice_ in index["slices"]
-        for copies in (slice_.get("replicas", []),)
-        for copy in copies or [slice_]
-        if copy["state"] != "ready"
-    )
+def trouble_of(index: dict[str, Any]) -> str:
+    """The slices, or the copies of them, that are not ready, or stay behind."""
+    troubles: list[str] = []
+    for slice_ in index["slices"]:
+        copies = slice_.get("replicas", [])
+        for copy in copies or [slice_]:
+            state, failure = copy["state"], copy.get("failure", "")
+            if state != "ready" or failure:
+                place = f" at {copy['node']}" if copies else ""
+                # Of the others the status of the index tells why.
+                reason = f": {failure}" if failure and state in ("ready", "building") else ""
+                troubles.append(f"slice {slice_['slice']} {state}{place}{reason}")
+    return "; ".join(troubles)
 
 
 @index.command(cls=SecurityCommand)

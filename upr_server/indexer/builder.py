@@ -103,12 +103,11 @@ class IndexBuilder:
     ) -> None:
         self._address = address
         self._pool = pool
-        self._work = work
         self._stream = stream
         self._running_pipeline = running_pipeline
         self.members = list(members)
         self._running_members = [attrs.evolve(member, partitions=set()) for member in self.members]
-        self.pipeline = Pipeline(pool, work, self.members, queues)
+        self.pipeline = Pipeline(pool, work, self.members, queues, running_pipeline.disk)
         self._assembler = BatchAssembler(pool, self.pipeline.put, batch_bytes(pool))
         self._joined_partitions: set[PartitionId] = set()
         self._provisional_marks: dict[PartitionId, Mark] = {}
@@ -140,7 +139,7 @@ class IndexBuilder:
                 return
             for member in list(self.members):
                 if member in self.members:
-                    await self._work(member.file.mark_built)
+                    await self.pipeline.write(member.file.mark_built)
             is_complete = True
         finally:
             self._stream.listeners.remove(self._on_batch)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from itertools import accumulate, takewhile
 from typing import Final
 
@@ -90,6 +91,10 @@ class DesignCatalog:
 
     def _note_change(self) -> None:
         self.on_change()
+
+    def attempt(self) -> AbstractContextManager[None]:
+        """Nothing is noted of documents here."""
+        return nullcontext()
 
     def single_entries(self, rows: DocumentRows) -> None:
         """None: a design document's entry has a payload."""

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
+from math import inf
 from pathlib import Path
 from typing import Final
 
@@ -17,9 +18,10 @@ from upr_protocol.client import Address
 from upr_protocol.concurrency import Notifier
 from upr_protocol.errors import UprError
 from upr_server.indexer.builder import IndexBuilder
+from upr_server.indexer.disk import RETRY_S
 from upr_server.indexer.document_rows import DocumentRows
 from upr_server.indexer.index_batch import DocumentChange
-from upr_server.indexer.index_file import IndexFile
+from upr_server.indexer.index_file import DiskFullError, IndexFile
 from upr_server.indexer.moments import Moments
 from upr_server.indexer.pipeline import BlockingRunner, Pipeline, PipelineMember, check_cancelled
 from upr_server.indexer.pool import MemoryPool
@@ -75,6 +77,10 @@ class _DefinedEntries:
     def failure(self) -> str:
         """Why it makes no entries any more; empty while it does."""
         return self._extractor.failure
+
+    def attempt(self) -> AbstractContextManager[None]:
+        """A context for one commit; see `Extractor.attempt`."""
+        return self._extractor.attempt()
 
     def single_entries(self, rows: DocumentRows) -> Sequence[bytes] | None:
         """The entry of each document, empty for a document without one; None if a document may have
@@ -242,7 +248,8 @@ class Definitions:
         paths = {self._path(*item): item for item in self._definitions.items()}
         for path in await self._work(partial(_paths_in, self._folder)):
             if path in paths:
-                index = await self._make(*paths[path])
+                make = partial(self._make, paths[path][0], paths[path][1])
+                index = await self._pipeline.disk.retry(make)
                 if index.file.is_built:
                     self._pipeline.members.append(index.pipeline_member())
             else:
@@ -259,8 +266,9 @@ class Definitions:
         async with trio.open_nursery() as nursery:
             while True:
                 self._is_redefined = False
-                await self._reconcile(nursery)
-                await self._redefined.wait_until(lambda: self._is_redefined)
+                has_all = await self._reconcile(nursery)
+                with trio.move_on_after(inf if has_all else RETRY_S):
+                    await self._redefined.wait_until(lambda: self._is_redefined)
 
     def close(self) -> None:
         """Closes the files."""
@@ -279,18 +287,35 @@ class Definitions:
         index = self._indexes[name] = Index(name, definition, file, extractor)
         return index
 
-    async def _reconcile(self, nursery: trio.Nursery) -> None:
+    async def _reconcile(self, nursery: trio.Nursery) -> bool:
+        """Drops and makes indexes. Returns whether there are all; the disk may be full."""
         definitions = dict(self._definitions or {})
         for index in list(self._indexes.values()):
             if definitions.get(index.name) != index.definition:
                 await self._drop_index(index)
-        for name, definition in definitions.items():
-            if name not in self._indexes:
-                log.info("building index", index=str(name))
-                # A file from before was not fed meanwhile, and is useless.
-                await self._work(partial(_remove_folder, self._path(name, definition)))
-                await self._make(name, definition)
+        has_all = await self._make_new(definitions)
         self._build_new(nursery)
+        return has_all
+
+    async def _make_new(self, definitions: Mapping[IndexName, IndexDefinition]) -> bool:
+        """Makes the indexes that there are not yet. Returns whether there was room for them. If
+        not, to drop another index may make some: this does not wait."""
+        for name, definition in definitions.items():
+            if name in self._indexes:
+                continue
+            # A file from before was not fed meanwhile, and is useless.
+            remove = partial(_remove_folder, self._path(name, definition))
+            await self._work(remove)
+            try:
+                await self._make(name, definition)
+            except DiskFullError as error:
+                self._pipeline.disk.note_full(self, error)
+                # What was begun could not be opened at the next start.
+                await self._work(remove)
+                return False
+            log.info("building index", index=str(name))
+        self._pipeline.disk.note_room(self)
+        return True
 
     def _build_new(self, nursery: trio.Nursery) -> None:
         building_files = {member.file for builder in self._builders for member in builder.members}

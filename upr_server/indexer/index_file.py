@@ -13,10 +13,12 @@ makes sure of it where something elsewhere relies on it.
 
 from __future__ import annotations
 
+import errno
+import os
 import secrets
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from itertools import islice
 from pathlib import Path
 from struct import Struct
@@ -46,6 +48,12 @@ disk's own size is no bound here, as a disk may grow."""
 ENTRY_OVERHEAD_BYTES: Final = 48
 """What an entry that was read takes in memory beside its own bytes."""
 
+FULL: Final = (errno.ENOSPC, errno.EDQUOT)
+"""The errors of a full disk, and of an exhausted quota."""
+
+FREE_BYTES_MIN: Final = 1024 * 1024
+"""Where less is free, a write that failed half-way has found no room, and no new index is made."""
+
 COUNT_STEP: Final = 10_000
 """After so many entries a count looks whether anybody still waits for it: some 2 ms."""
 
@@ -71,6 +79,10 @@ class IndexFileError(UprError):
     """The files of an index cannot be used."""
 
 
+class DiskFullError(IndexFileError):
+    """An index has found no room on the disk; nothing has changed."""
+
+
 Timestamps = Mapping[PartitionId, tuple[HistoryId, SeqNo]]
 """By partition, the history and the highest sequence number that an index had."""
 
@@ -93,6 +105,10 @@ class EntrySource(Protocol):
     @property
     def key_prefix(self) -> bytes:
         """What the keys of documents begin with that can have entries."""
+
+    def attempt(self) -> AbstractContextManager[None]:
+        """A context in which entries are made for one commit. If it ends with an error, what was
+        noted of them meanwhile is forgotten: they will be made again."""
 
     def single_entries(self, rows: DocumentRows) -> Sequence[bytes] | None:
         """The entry of each document; empty when the index leaves the document out. None if one of
@@ -190,7 +206,8 @@ class IndexFile:
         opening: Names this opening of the file; the file has the name, too.
 
     Raises:
-        IndexFileError: It cannot be opened, or is of another bucket.
+        DiskFullError: The disk has no room.
+        IndexFileError: It cannot be opened otherwise, or is of another bucket.
     """
 
     def __init__(self, path: Path, bucket: str) -> None:
@@ -199,27 +216,38 @@ class IndexFile:
         self.marks: dict[PartitionId, Mark] = {}
         self.opening = secrets.token_hex(8)
         self._is_closed = False
-        with _errors_of_index(path):
-            path.mkdir(parents=True, exist_ok=True)
-            self._env = lmdb.open(
-                str(path),
-                map_size=FILE_BYTES_MAX,
-                max_dbs=3,
-                metasync=False,
-                # A scan ends in the thread in which it began, but a thread may serve many.
-                max_readers=1024,
-            )
-            self._env.reader_check()
-            self._main = self._env.open_db(b"main")
-            self._back = self._env.open_db(b"back")
-            self._meta = self._env.open_db(b"meta")
+        with ExitStack() as undo:
+            with _errors_of_index(path):
+                path.mkdir(parents=True, exist_ok=True)
+                if not (path / "lock.mdb").exists():
+                    _check_space(path)
+                self._env = lmdb.open(
+                    str(path),
+                    map_size=FILE_BYTES_MAX,
+                    max_dbs=3,
+                    metasync=False,
+                    # A scan ends in the thread in which it began, but a thread may serve many.
+                    max_readers=1024,
+                )
+                # A process can open a file once: where the disk has no room, it will try again.
+                undo.callback(self._env.close)
+                self._env.reader_check()
+                self._main = self._env.open_db(b"main")
+                self._back = self._env.open_db(b"back")
+                self._meta = self._env.open_db(b"meta")
+            self._load()
+            undo.pop_all()
+
+    def _load(self) -> None:
+        """Reads what the file has beside entries, and writes which opening this is."""
+        bucket = self._bucket
         with self._write() as transaction:
             stored_bucket = transaction.get(_BUCKET, db=self._meta)
             if stored_bucket is None:
                 transaction.put(_BUCKET, bucket.encode(), db=self._meta)
             elif stored_bucket != bucket.encode():
                 raise IndexFileError(
-                    f"{path} holds an index of the bucket {stored_bucket.decode()!r}, not of "
+                    f"{self.path} holds an index of the bucket {stored_bucket.decode()!r}, not of "
                     f"{bucket!r}; choose another --data-dir"
                 )
             if transaction.get(_FORMAT, db=self._meta) != _FORMAT_VERSION:
@@ -269,12 +297,13 @@ class IndexFile:
             How many documents' entries changed.
 
         Raises:
-            IndexFileError: It cannot be written; nothing has changed.
+            DiskFullError: The disk has no room.
+            IndexFileError: It cannot be written otherwise. In both cases nothing has changed.
         """
         if self._is_closed:
             return 0
         marks, first_seqs = self._marks_after(changes.batches)
-        with self._write() as transaction:
+        with source.attempt(), self._write() as transaction:
             trees = _Trees(transaction, self._main, self._back, source)
             changed = _write_changes(trees, changes, first_seqs)
             self._put_marks(transaction, marks)
@@ -834,4 +863,37 @@ def _errors_of_index(path: Path) -> Iterator[None]:
     try:
         yield
     except (lmdb.Error, OSError) as error:
+        if _is_disk_full(error, path):
+            raise DiskFullError(
+                f"the disk is full: the index in {path} cannot be written: {error}"
+            ) from error
         raise IndexFileError(f"the index in {path} cannot be used: {error}") from error
+
+
+def _is_disk_full(error: Exception, path: Path) -> bool:
+    """Whether a write has failed for want of room. Where the first of some pages find room, LMDB
+    calls it an error of input and output."""
+    code = error.errno if isinstance(error, OSError) else getattr(error, "code", 0)
+    if code != errno.EIO:
+        return code in FULL
+    with suppress(OSError):
+        return _free_bytes(path) < FREE_BYTES_MIN
+    return False
+
+
+def _check_space(path: Path) -> None:
+    """Makes sure that there is room for a new index. Without any, LMDB's new lock file, which is
+    written through a memory map, would kill this process with SIGBUS.
+
+    Raises:
+        OSError: There is none.
+    """
+    free_bytes = _free_bytes(path)
+    if free_bytes < FREE_BYTES_MIN:
+        reason = f"{free_bytes} bytes are left, and a new index needs {FREE_BYTES_MIN}"
+        raise OSError(errno.ENOSPC, reason)
+
+
+def _free_bytes(path: Path) -> int:
+    disk = os.statvfs(path)
+    return disk.f_bavail * disk.f_frsize

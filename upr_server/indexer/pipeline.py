@@ -27,6 +27,7 @@ import trio
 from upr_protocol.concurrency import Notifier
 from upr_protocol.ids import PartitionId
 from upr_server.indexer.batch_queues import ROUND_BYTES, BatchQueues
+from upr_server.indexer.disk import Disk
 from upr_server.indexer.document_rows import RoundChanges
 from upr_server.indexer.index_batch import IndexBatch
 from upr_server.indexer.index_file import EntrySource, IndexFile
@@ -123,8 +124,10 @@ class Pipeline:
         work: Where indexes are written.
         members: The indexes.
         queues: How many queues.
+        disk: The disk of the indexes.
 
     Attributes:
+        disk: The disk of the indexes. What finds no room there is tried again and again.
         members: The indexes; may be changed at any time.
         applied: Notified when batches were applied to an index, and when they were applied to all.
             `wait_until` waits for it, and hurries rounds.
@@ -140,9 +143,11 @@ class Pipeline:
         work: BlockingRunner,
         members: Sequence[PipelineMember] = (),
         queues: int = 8,
+        disk: Disk | None = None,
     ) -> None:
         self._pool = pool
         self._work = work
+        self.disk = disk or Disk()
         self.members = list(members)
         self._queues = BatchQueues(queues)
         self._required: Counter[PartitionId] = Counter()
@@ -247,10 +252,15 @@ class Pipeline:
         finally:
             self._targets.remove(target)
 
+    async def write(self, function: Callable[[], T]) -> T:
+        """Calls a function that writes an index, where indexes are written: again and again while
+        the disk is full. Between two calls others have their turn, as one that makes room."""
+        return await self.disk.retry(lambda: self._work(function))
+
     async def sync(self) -> None:
         """Makes what was applied survive a crash of the machine."""
         for member in list(self.members):
-            await self._work(member.file.sync)
+            await self.write(member.file.sync)
 
     async def run(self) -> None:
         """Applies what comes, for ever. Cancelled, it does not commit to the index that it writes
@@ -302,7 +312,7 @@ class Pipeline:
     async def _begin_round(self) -> None:
         batches = self._queues.begin_round(self._required, by_age=self._waiting_tasks > 0)
         members = list(self.members)
-        changes = await self._work(partial(self._changes, batches))
+        changes = await self.write(partial(self._changes, batches))
         self._rounds.append(_Round(batches, changes, members))
 
     def _changes(self, batches: Sequence[IndexBatch]) -> RoundChanges:
@@ -333,7 +343,7 @@ class Pipeline:
         changed = 0
         # An index that was left out stays as it is: it would cost the others 2 µs a document.
         if changes.batches and not member.file.failure:
-            changed = await self._work(partial(member.file.apply_changes, changes, member.source))
+            changed = await self.write(partial(member.file.apply_changes, changes, member.source))
         round_.members.remove(member)
         # A scan of this index need not wait for the others.
         self.applied.notify()

@@ -66,7 +66,7 @@ class IndexStatus(msgspec.Struct, frozen=True, kw_only=True):
         too_long: Documents left out since the start, as their keys are too long.
         too_costly: Documents left out since the start, as the expressions cost too much for them.
         behind: How many of the server's sequence numbers it lacks, by the server's last answer.
-        failure: Why it was left out, or lacks a slice; empty otherwise.
+        failure: Why it was left out, lacks a slice, or stays behind; empty otherwise.
         slices: Each slice.
     """
 

@@ -164,9 +164,10 @@ class Slice:
                 self._observer.catalog_read(self.slice_id.index, report)
 
     async def stop(self) -> None:
-        """Applies what was read."""
+        """Applies what was read, unless the disk is full."""
         await trio.lowlevel.checkpoint()
-        await self.pipeline.drain()
+        if not self.pipeline.disk.full_reason:
+            await self.pipeline.drain()
 
     def close(self) -> None:
         """Closes the files."""
@@ -215,7 +216,8 @@ class Slice:
         return self.figures()
 
     def figures(self) -> dict[str, Any]:
-        """Figures of the slice, for `GET /v1/status`."""
+        """Figures of the slice, for `GET /v1/status`, and a `failure` while the disk is full."""
+        full_reason = self.pipeline.disk.full_reason
         return {
             "connected": self.stream.is_connected,
             "moments": len(self.moments),
@@ -229,4 +231,5 @@ class Slice:
             "barrier_scans": self.barriers.waits,
             "received": sum(mark.seq for mark in self.stream.marks.values()),
             "applied": sum(mark.seq for mark in self.catalog.file.marks.values()),
+            **({"failure": full_reason} if full_reason else {}),
         }

@@ -128,7 +128,10 @@ class SliceScanner:
             index = self._find(name, definition)
         except (NoIndexError, BuildingError):
             return SliceStatus(
-                slice=self._slice_id.index, state="building", behind=sum(seqs.values())
+                slice=self._slice_id.index,
+                state="building",
+                behind=sum(seqs.values()),
+                failure=self._pipeline.disk.full_reason,
             )
         file = index.file
         with index.reading():
@@ -144,12 +147,14 @@ class SliceScanner:
             too_long=index.extractor.too_long,
             too_costly=index.extractor.too_costly,
             behind=behind,
-            failure=file.failure,
+            failure=file.failure or self._pipeline.disk.full_reason,
         )
 
     def _find(self, name: IndexName, definition: IndexDefinition) -> Index:
         if not self._definitions.is_open:
-            raise SliceMissingError(self._slice_id, "is being opened")
+            full_reason = self._pipeline.disk.full_reason
+            reason = f"is being opened: {full_reason}" if full_reason else "is being opened"
+            raise SliceMissingError(self._slice_id, reason)
         index = self._definitions.find(name)
         if index.definition != definition:
             raise BuildingError(name)
@@ -241,9 +246,10 @@ class SliceScanner:
             with index.reading():
                 return await self._scan(index, scan, selection, writes, log, scope)
         assert scope.cancelled_caught
+        cause = self._pipeline.disk.full_reason or "or others had all turns to read"
         raise NotFreshError(
-            f"the index {index.name} has not caught up after {query.timeout_s:g} s, or others had "
-            "all turns to read; ask again, or with a higher timeout_s"
+            f"the index {index.name} has not caught up after {query.timeout_s:g} s, {cause}; ask "
+            "again, or with a higher timeout_s"
         )
 
     async def _wait_for_barrier(self, index: Index, log: FreshnessLog) -> None:

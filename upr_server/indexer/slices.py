@@ -148,7 +148,7 @@ class ReplicaStatus(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
         state: The state of the copy; the states are those of `SliceStatus`.
         entries: How many entries it has.
         behind: How many of the server's sequence numbers it lacks, by the server's last answer.
-        failure: Why it was left out, or does not answer; empty otherwise.
+        failure: Why it was left out, does not answer, or stays behind; empty otherwise.
     """
 
     node: str
@@ -170,7 +170,7 @@ class SliceStatus(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
         too_long: Documents left out since the start, as their keys are too long.
         too_costly: Documents left out since the start, as the expressions cost too much for them.
         behind: How many of the server's sequence numbers it lacks, by the server's last answer.
-        failure: Why it was left out, or does not run; empty otherwise.
+        failure: Why it was left out, does not run, or stays behind; empty otherwise.
         replicas: Its copies; empty where the indexer is one node.
     """
 

@@ -28,6 +28,7 @@ from upr_protocol.client import (
 from upr_protocol.concurrency import Notifier
 from upr_protocol.errors import BrokenError, ServerError, UprError
 from upr_protocol.ids import PartitionId
+from upr_server.indexer.disk import is_full
 from upr_server.indexer.index_batch import BatchAssembler, IndexBatch
 from upr_server.indexer.mark import NO_MARK, Mark
 from upr_server.indexer.pipeline import Pipeline, PipelineMember
@@ -192,6 +193,11 @@ class IndexerStream:
                 await self._follow()
             except BrokenError as error:
                 log.warning("server unreachable; retrying", error=str(error))
+            except OSError as error:
+                # The file of the received keys. Once it is open, `_next_event` waits for room.
+                if not is_full(error):
+                    raise
+                self._pipeline.disk.note_full(self, error)
             await trio.sleep(STREAM_RETRY_S)
 
     async def _follow(self) -> None:
@@ -219,17 +225,37 @@ class IndexerStream:
             save_limits=NEVER,
             identity="upr-indexer",
         ) as consumer:
+            self._pipeline.disk.note_room(self)
             self._consumer = consumer
             # Before the indexes have a change, its key must be on disk.
             self._pipeline.before_round = consumer.flush_received_keys
             self._changed.notify()
+            failure: UprError | None = None
             try:
-                async for event in consumer:
+                while (event := await self._next_event(consumer)) is not None:
                     await self._handle(consumer, event)
                     await self._wait_for_room()
+            except UprError as error:
+                failure = error
             finally:
                 self._consumer = None
                 self._changed.notify()
+            # What was put is applied, so its keys must be on disk. The next consumer opens their
+            # file anew.
+            flush = consumer.flush_received_keys
+            await self._pipeline.disk.retry(lambda: trio.to_thread.run_sync(flush))
+            if failure is not None:
+                raise failure
+
+    async def _next_event(self, consumer: RollbackConsumer) -> Event | Undone | None:
+        """The next event; None at the end. Waits for room on the disk where received keys have to
+        be recorded first."""
+        try:
+            return await anext(consumer, None)
+        except OSError as error:
+            if not is_full(error):
+                raise
+        return await self._pipeline.disk.retry(lambda: anext(consumer, None))
 
     async def _wait_for_room(self) -> None:
         """Waits until more may be read. Meanwhile nothing is acknowledged, so the server stops when

@@ -19,7 +19,7 @@ from upr_protocol.concurrency import Notifier
 from upr_protocol.errors import UprError
 from upr_server.indexer.definitions import NoIndexError
 from upr_server.indexer.freshness import WriteLostError
-from upr_server.indexer.index_file import IndexFileError
+from upr_server.indexer.index_file import DiskFullError, IndexFileError
 from upr_server.indexer.moments import MomentGoneError
 from upr_server.indexer.pool import OverloadedError
 from upr_server.indexer.pure.definition import IndexDefinition, IndexName
@@ -179,6 +179,7 @@ _KINDS: Final[dict[str, type[UprError]]] = {
     kind.__name__: kind
     for kind in (
         BuildingError,
+        DiskFullError,
         IndexFailedError,
         IndexFileError,
         MomentGoneError,

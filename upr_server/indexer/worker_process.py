@@ -13,6 +13,8 @@ from typing import Final
 import structlog
 import trio
 
+from upr_protocol.concurrency import first_failure
+from upr_server.indexer.index_file import DiskFullError
 from upr_server.indexer.index_reader import IndexReader
 from upr_server.indexer.pure.definition import IndexDefinition, IndexName
 from upr_server.indexer.short_scan import is_short
@@ -105,6 +107,8 @@ class WorkerProcess(LinkedSlice):
         self._is_stopping = False
         # How many workers in succession have ended young.
         self._ended_young = 0
+        self._trouble = ""
+        """Why the last worker could not go on; empty if it has not said."""
 
     async def run(self, observer: SliceObserver) -> None:
         """Keeps a worker running.
@@ -126,21 +130,25 @@ class WorkerProcess(LinkedSlice):
                 "a worker has ended; starting it again",
                 slice=str(self.slice_id),
                 ended_young=self._ended_young,
+                trouble=self._trouble,
                 pause_s=pause_s,
             )
             await trio.sleep(pause_s)
 
     async def _run_worker(self, observer: SliceObserver) -> None:
         """Runs one worker until it ends."""
+        self._trouble = ""
         try:
             async with self._start_worker() as stream:
                 await self._talk(MessageStream(stream, FromWorker), observer, self._start, START_S)
-        except OSError as error:
+        except* DiskFullError as errors:
+            # It could not open its indexes. The next worker can, once there is room.
+            self._trouble = str(first_failure(errors))
+        except* OSError as errors:
             # Just now there may be no memory for a process, or too many of them, or no open file
             # left. The other slices need not end for that.
-            log.warning(
-                "a worker could not be started", slice=str(self.slice_id), reason=str(error)
-            )
+            reason = str(first_failure(errors))
+            log.warning("a worker could not be started", slice=str(self.slice_id), reason=reason)
 
     async def stop(self) -> None:
         """Tells the worker to apply what it has read, and to end."""
@@ -160,6 +168,8 @@ class WorkerProcess(LinkedSlice):
 
     def _reason(self) -> str:
         """Why there is no worker."""
+        if self._trouble:
+            return self._trouble
         if self._ended_young < 2:
             return "its worker is being started"
         return (

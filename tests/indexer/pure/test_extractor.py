@@ -127,3 +127,27 @@ def test_other_threads_have_their_turns_between_documents() -> None:
         sys.setprofile(None)
     assert decoded == [1, {}, [2]]
     assert decoded_by_steps == len(decoded)
+
+
+def test_what_was_counted_for_a_commit_that_fails_is_forgotten() -> None:
+    """Otherwise an index would be left out whose documents are tried again and again, while the
+    disk is full."""
+    index = Extractor(IndexDefinition(("a",)))
+    document = {"a": LONG}
+
+    def fail() -> None:
+        with index.attempt():
+            assert index.entries(b"k", document) == ((), b"")
+            raise OSError("full")
+
+    for _ in range(100):
+        with pytest.raises(OSError, match="full"):
+            fail()
+    assert (index.failure, index.too_costly) == ("", 0)
+    with index.attempt():
+        index.entries(b"k", document)
+    assert (index.failure, index.too_costly) == ("", 1)
+    for _ in range(100):
+        with index.attempt():
+            index.entries(b"k", document)
+    assert index.failure

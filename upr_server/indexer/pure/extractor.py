@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, Final
 
 import msgspec
@@ -93,6 +94,17 @@ class Extractor:
         self.too_long = self.too_costly = 0
         self._excess_work = 0
         self.failure = failure
+
+    @contextmanager
+    def attempt(self) -> Iterator[None]:
+        """Forgets what was counted in the context, if that ends with an error: the same documents
+        come again. Otherwise an index could be left out that is written again and again."""
+        counts = self.too_long, self.too_costly, self._excess_work, self.failure
+        try:
+            yield
+        except BaseException:
+            self.too_long, self.too_costly, self._excess_work, self.failure = counts
+            raise
 
     def entries(self, key: bytes, document: Any) -> tuple[Sequence[bytes], bytes]:
         """The encoded keys of `document`, in order, and the included values as a JSON array.
