@@ -16,11 +16,12 @@ from hypothesis import strategies as st
 from upr_protocol.chunk import Chunk, Mutation
 from upr_protocol.failover import FailoverLog, PartialSnapshot, Position
 from upr_protocol.ids import HistoryId, Operation, PartitionId, SeqNo
-from upr_server.indexer import document_rows
+from upr_server.indexer import document_rows, index_file
 from upr_server.indexer.document_rows import DocumentRows, RoundChanges
 from upr_server.indexer.entry_reader import EntrySelection, KeyRange
 from upr_server.indexer.index_batch import DocumentChange, IndexBatch
 from upr_server.indexer.index_file import (
+    DiskFullError,
     IndexFile,
     IndexFileError,
     NotSettledError,
@@ -430,3 +431,17 @@ def test_documents_are_decoded_again_only_of_partitions_that_an_index_has_in_par
     assert decoded == [b"y", b"x", b"z", b"z"]
     for file in (running, new):
         file.close()
+
+
+def test_an_index_that_is_as_large_as_it_may_be_has_no_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(index_file, "FILE_BYTES_MAX", 1024 * 1024)
+    file = IndexFile(tmp_path, "b")
+    items = [(seq, b"k%04d" % seq, b"v" * 300) for seq in range(1, 3001)]
+    with pytest.raises(DiskFullError, match="has 1048576 bytes, the most it may: drop it"):
+        apply(file, batch(0, whole(3000), items))
+    apply(file, batch(0, whole(1), [(1, b"k", b"v")]))
+    assert entries(file) == [b"\x09vk"]
+    file.check_invariants()
+    file.close()

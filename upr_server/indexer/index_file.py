@@ -80,7 +80,7 @@ class IndexFileError(UprError):
 
 
 class DiskFullError(IndexFileError):
-    """An index has found no room on the disk; nothing has changed."""
+    """An index has found no room on the disk, or has no more addresses; nothing has changed."""
 
 
 Timestamps = Mapping[PartitionId, tuple[HistoryId, SeqNo]]
@@ -863,6 +863,11 @@ def _errors_of_index(path: Path) -> Iterator[None]:
     try:
         yield
     except (lmdb.Error, OSError) as error:
+        if isinstance(error, lmdb.MapFullError):
+            raise DiskFullError(
+                f"the index in {path} has {FILE_BYTES_MAX} bytes, the most it may: drop it, or "
+                "divide the indexes among more workers or slices"
+            ) from error
         if _is_disk_full(error, path):
             raise DiskFullError(
                 f"the disk is full: the index in {path} cannot be written: {error}"
