@@ -291,10 +291,7 @@ class Bucket:
         """Cursor drop: of the first partition that has any, drops the droppable cursors furthest
         back."""
         for partition in self._from_next():
-            droppable_cursors = partition.manager.droppable_cursors()
-            for cursor in droppable_cursors:
-                partition.manager.drop(cursor)
-            if droppable_cursors:
+            if partition.manager.drop_furthest_back():
                 # At once: a reader that has not moved would soon register a cursor there again.
                 partition.manager.free_oldest()
                 return True

@@ -350,8 +350,9 @@ def test_the_cursors_furthest_back_are_dropped_first_and_the_disks_never() -> No
     assert manager.droppable_cursors() == cursors[:1]
     manager.drop(cursors[0])
     assert manager.droppable_cursors() == cursors[1:3]
-    for cursor in cursors[1:3]:
-        manager.drop(cursor)
+    assert manager.drop_furthest_back()
+    assert manager.dropped_count == 3
+    assert not manager.drop_furthest_back()
     assert manager.droppable_cursors() == [], "the others stand where the disk does, or further on"
     disk.commit(SeqNo(3))
     assert manager.droppable_cursors() == cursors[3:5]

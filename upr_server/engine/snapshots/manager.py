@@ -220,6 +220,18 @@ class MutationManager:
         self.dropped_count += 1
         cursor.drop()
 
+    def drop_furthest_back(self) -> bool:
+        """Cursor drop of all `droppable_cursors`, which are not looked at again one by one.
+
+        Returns:
+            Whether there were any.
+        """
+        cursors = self.droppable_cursors()
+        for cursor in cursors:
+            cursor.drop()
+        self.dropped_count += len(cursors)
+        return bool(cursors)
+
     # Freeing what the disk has.
 
     def free_oldest(self) -> bool:
