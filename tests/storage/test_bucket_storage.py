@@ -143,6 +143,32 @@ def test_disk_use_is_bounded_where_items_are_deleted(
     model.check_read(bucket.log, 0, 0, model.highs[0])
 
 
+def test_disk_use_is_bounded_where_few_large_items_change_among_many_small_ones() -> None:
+    """What is overwritten is mostly as large as what takes its place, whatever the mean is."""
+    bucket, model = new_bucket(SimulatedDisk(), SimulatedDisk()), Model(PARTITIONS)
+    value_bytes = 4_000
+    in_log: list[int] = []
+
+    def put(keys: Sequence[bytes], size: int) -> None:
+        high = model.highs[0]
+        end = high + len(keys)
+        rows = [
+            row(Operation.SET, key, seq, seq, size=size) for seq, key in enumerate(keys, high + 1)
+        ]
+        write = PartitionWrite(0, record_of(end), [chunk_of(rows, high, end)])
+        bucket.commit([write])
+        model.take([write])
+        tidy(bucket, urgent=True)
+        in_log.append(bucket.log.chunk_bytes()[0])
+
+    for first in range(0, 2_000, 200):
+        put([b"small %d" % index for index in range(first, first + 200)], 8)
+    for turn in range(40):
+        put([b"large %d" % (10 * (turn % 2) + index) for index in range(10)], value_bytes)
+    assert max(in_log) < 1.5 * (2_000 * 100 + 20 * (value_bytes + 100)) + GARBAGE_BYTES
+    model.check_read(bucket.log, 0, 0, model.highs[0])
+
+
 def test_there_is_nothing_to_do_in_a_bucket_that_is_indexed_and_not_wasteful(
     bucket: BucketStorage,
 ) -> None:

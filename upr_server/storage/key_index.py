@@ -532,8 +532,14 @@ def _put_entries(
     if may_expire:
         transaction.put_all(_expiring(partition, entries))
     item_bytes = _item_bytes(chunks)
-    # What is superseded may be much larger than what supersedes it, as a deletion is small.
-    replaced_bytes = min(live_bytes, replaced_items * live_bytes // max(mark.item_count, 1))
+    # What is superseded may be much larger than what supersedes it, as a deletion is small. So it
+    # has the mean of all items; but an item that is stored again is mostly as large as before, and
+    # a few large ones may change again and again among many small ones.
+    overwritten_items = replaced_items * new_items // max(len(entries), 1)
+    replaced_bytes = max(
+        replaced_items * live_bytes // max(mark.item_count, 1), overwritten_items * item_bytes
+    )
+    replaced_bytes = min(live_bytes, replaced_bytes)
     garbage_bytes = mark.garbage_bytes + replaced_bytes
     garbage_bytes += TOMBSTONE_BYTES * (len(replaced) - replaced_items)
     # Some are superseded by others of this part.
