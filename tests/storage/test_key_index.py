@@ -223,6 +223,24 @@ def test_an_entry_that_is_damaged_is_refused(
     assert [item.key for item in items] == [b"a"]
 
 
+def test_a_damaged_entry_that_was_deleted_expires_nothing(
+    disks: tuple[LoggedIndex, SimulatedDisk, SimulatedDisk],
+) -> None:
+    """What is left of it is its expiry. The key has come again, under the same number: to delete it
+    would be to lose an item that does not expire."""
+    logged_index, _, index = disks
+    logged_index.commit(sets(b"a", b"b", expiry=70))
+    logged_index.follow()
+    index.flip_bit(index_entry_key(0, b"a"), 3)
+    while logged_index.index.delete_entries(0, 1):
+        pass
+    logged_index.log.truncate(0, record_of(0))
+    logged_index.commit([*sets(b"a"), *sets(b"b", first=2, expiry=70)])
+    logged_index.follow()
+    items, _ = logged_index.index.find_expired(100, b"", 10)
+    assert [item.key for item in items] == [b"b"]
+
+
 def test_an_index_ahead_of_its_log_is_refused(
     disks: tuple[LoggedIndex, SimulatedDisk, SimulatedDisk],
 ) -> None:

@@ -232,7 +232,7 @@ class KeyIndex:
     def delete_entries(self, partition: int, keys_max: int) -> bool:
         """Deletes so many keys of a partition, and its watermark. The watermark goes with the first
         of them, so that after a crash the partition is indexed anew. A damaged entry is deleted,
-        too; what is left of it is its expiry, which expires nothing.
+        too; what is left of it is its expiry, which `find_expired` leaves out.
 
         Returns:
             Whether there may be more.
@@ -412,8 +412,9 @@ class KeyIndex:
                 yield None if value is None else KeyIndexEntry.parse(entry_key, value)
 
     def find_expired(self, now: int, after: bytes, limit: int) -> tuple[list[ExpiredItem], bytes]:
-        """Items that expired at `now` or before, by time. Left out are items whose record is
-        damaged, and those that may have a newer version in a damaged part of the log.
+        """Items that expired at `now` or before, by time. Left out are items whose records are
+        damaged, those that may have a newer version in a damaged part of the log, and what the
+        index has no entry of any more: a damaged entry that was deleted leaves its expiry.
 
         Args:
             now: Seconds since 1970.
@@ -437,10 +438,12 @@ class KeyIndex:
                     if partition not in damaged_through:
                         mark = _watermark(transaction, partition)
                         damaged_through[partition] = mark.damaged_through
+                    entry = KeyIndexEntry(seq, expiry)
+                    is_newest = _has_entry(transaction, partition, item_key, entry)
                 except CorruptionError:
                     pass
                 else:
-                    if seq > damaged_through[partition]:
+                    if is_newest and seq > damaged_through[partition]:
                         items.append(
                             ExpiredItem(PartitionId(partition), SeqNo(seq), item_key, expiry)
                         )
@@ -472,6 +475,19 @@ def _entry_of(
             f"partition {partition} up to {mark.damaged_through} that are damaged"
         )
     return None if entry is None or entry.is_tombstone else entry
+
+
+def _has_entry(
+    transaction: ReadTransaction, partition: int, key: bytes, entry: KeyIndexEntry
+) -> bool:
+    """Whether `entry` is that of the key.
+
+    Raises:
+        CorruptionError: The key's entry is damaged.
+    """
+    entry_key = index_entry_key(partition, key)
+    value = transaction.get(entry_key)
+    return value is not None and KeyIndexEntry.parse(entry_key, value) == entry
 
 
 def _check_neighbours(transaction: ReadTransaction, key: bytes) -> None:
