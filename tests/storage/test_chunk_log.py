@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.kit.answer_rows import pack_rows
+from tests.storage.full_disk import FullDisk
 from tests.storage.log_model import Model, chunk_of, read, record_of, row
 from upr_protocol.chunk import Chunk
 from upr_protocol.ids import Operation, SeqNo
@@ -312,6 +313,21 @@ def test_a_commit_leaves_space_for_compaction() -> None:
     assert log.load() == before
     disk.bytes_max = 1 << 40
     log.commit([write(0, some_chunk(0, 5))])
+
+
+def test_a_full_disk_has_room_to_delete_answers_in_small_commits() -> None:
+    """A start deletes those that the bucket has no memory for."""
+    disk = FullDisk()
+    log = created(disk)
+    tokens = tuple(StoredAnswer(WRITER, counter, b"answer") for counter in range(1, 51))
+    log.commit([write(0, answers=tokens)])
+    disk.changes_max = 2
+    log.delete_answers(0, tokens[1:])
+    assert list(log.load().partitions[0].tokens) == [tokens[0]]
+    disk.changes_max = 0
+    with pytest.raises(DiskFullError):
+        log.delete_answers(0, tokens)
+    assert list(log.load().partitions[0].tokens) == [tokens[0]]
 
 
 @pytest.mark.parametrize("is_kept", [False, True])

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from tests.kit.answer_rows import pack_rows
+from tests.storage.full_disk import FullDisk
 from tests.storage.log_model import chunk_of, row
 from upr_protocol.chunk import Mutation
 from upr_protocol.ids import HistoryId, Operation, PartitionState, SeqNo
@@ -18,6 +19,7 @@ from upr_server.engine import FetchRequest
 from upr_server.storage import bucket_storage
 from upr_server.storage.bucket_storage import BucketStorage
 from upr_server.storage.chunk_log import PartitionWrite, StoredAnswer
+from upr_server.storage.errors import DiskFullError
 from upr_server.storage.records import (
     BucketRecord,
     LeaseRecord,
@@ -296,6 +298,51 @@ def test_a_crash_during_a_truncation_to_0_leaves_no_index_entries() -> None:
     again = BucketStorage(log, index)
     assert again.open().partitions[PARTITION].indexed_seq == 0
     assert not again.index.has_entries(PARTITION)
+
+
+@pytest.mark.parametrize("is_interrupted", [False, True])
+def test_a_full_disk_has_room_for_a_truncation_to_0_in_small_commits(is_interrupted: bool) -> None:
+    """Else a replica could not roll back; and after a crash on the way, its node not start."""
+    log, index = SimulatedDisk(), FullDisk()
+    bucket = BucketStorage(log, index)
+    bucket.log.create(BucketRecord("b", 2, 0), [record(0)] * 2)
+    bucket.open()
+    rows = [row(Operation.SET, b"key %d" % seq, seq, seq, 70) for seq in range(1, 41)]
+    bucket.commit([PartitionWrite(PARTITION, record(40), [chunk_of(rows, 0, 40)])])
+    bucket.maintain(urgent=True, leases=(), purge_before_cas=0)
+    # Two entries with their expiry times, and the watermark.
+    index.changes_max = 5
+    assert bucket.delete_index_entries(PARTITION)
+    index.changes_max = 0
+    with pytest.raises(DiskFullError):
+        bucket.delete_index_entries(PARTITION)
+    index.changes_max = 5
+    if is_interrupted:
+        bucket = BucketStorage(log, index)
+        assert bucket.open().partitions[PARTITION].indexed_seq == 0
+    else:
+        while bucket.delete_index_entries(PARTITION):
+            pass
+        bucket.truncate(PARTITION, record(0), ())
+    assert index.keys() == []
+
+
+def test_a_start_on_a_full_disk_deletes_fronts_in_small_commits() -> None:
+    log, index = FullDisk(), SimulatedDisk()
+    bucket = BucketStorage(log, index)
+    active = PartitionRecord(PartitionState.ACTIVE, ((7, 0),), SeqNo(0), 10)
+    bucket.log.create(BucketRecord("b", 2, 0), [active] * 2)
+    bucket.open()
+    with_front = msgspec.structs.replace(
+        active, partial=PartialRecord(HISTORY, SeqNo(0), SeqNo(20), SeqNo(10))
+    )
+    chunk = chunk_of([row(Operation.SET, b"k", 10, 10)], 0, 10)
+    bucket.commit([PartitionWrite(partition, with_front, [chunk]) for partition in range(2)])
+    # A chunk and a record.
+    log.changes_max = 2
+    again = BucketStorage(log, index)
+    assert [partition.record for partition in again.open().partitions] == [active] * 2
+    assert again.log.chunk_bytes() == {}
 
 
 @given(keep=st.integers(0, 50), highs=st.lists(st.integers(0, 30), min_size=2, max_size=2))

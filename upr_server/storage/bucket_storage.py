@@ -164,6 +164,8 @@ class BucketStorage:
         self._compaction: Compaction | None = None
         self._garbage_at_start = 0
         self._steps_in_round = 0
+        # Fewer than `INDEX_DELETE_KEYS` only while the disk has no room for so many.
+        self._keys_to_delete = INDEX_DELETE_KEYS
         self._is_full = False
         self._commits = 0
         self._compactions = 0
@@ -209,7 +211,7 @@ class BucketStorage:
             )
             # A crash may have interrupted a truncation to 0 after the first entries went.
             while not usage.watermark.seq and self.index.has_entries(partition_id):
-                self.index.delete_entries(partition_id, INDEX_DELETE_KEYS)
+                self._delete_some_entries(partition_id)
         return msgspec.structs.replace(
             stored_bucket,
             partitions=[
@@ -251,7 +253,7 @@ class BucketStorage:
             reindex_reasons[partition] = f"it is at {mark.seq}, and the log ends at {high}"
         except CorruptionError as error:
             reindex_reasons[partition] = str(error)
-        while self.index.delete_entries(partition, INDEX_DELETE_KEYS):
+        while self._delete_some_entries(partition):
             pass
         return Watermark()
 
@@ -341,12 +343,30 @@ class BucketStorage:
 
         Returns:
             Whether there may be more.
+
+        Raises:
+            DiskFullError: There is no room to delete even one.
         """
         self._compaction = None
-        has_more = self.index.delete_entries(partition, INDEX_DELETE_KEYS)
+        has_more = self._delete_some_entries(partition)
         usage = self._partitions[partition]
         usage.watermark, usage.leased_bytes = Watermark(), {}
         return has_more
+
+    def _delete_some_entries(self, partition: int) -> bool:
+        """Deletes some of a partition's index entries, and returns whether there may be more. Each
+        writes its pages anew, and one that expires has a second record elsewhere: a full disk may
+        have room for fewer. Their pages are free for later commits."""
+        while True:
+            try:
+                has_more = self.index.delete_entries(partition, self._keys_to_delete)
+            except DiskFullError:
+                if self._keys_to_delete == 1:
+                    raise
+                self._keys_to_delete = max(1, self._keys_to_delete // 8)
+            else:
+                self._keys_to_delete = min(2 * self._keys_to_delete, INDEX_DELETE_KEYS)
+                return has_more
 
     # Maintenance.
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Sequence
 from itertools import islice
-from typing import Final, cast
+from typing import Final, TypeVar, cast
 
 import msgspec
 from sortedcontainers import SortedDict
@@ -19,7 +19,7 @@ from sortedcontainers import SortedDict
 from upr_kernel import answer_records
 from upr_protocol.chunk import Chunk, Mutation, encoded_bytes
 from upr_protocol.ids import PartitionState, SeqNo
-from upr_server.storage.errors import CorruptionError
+from upr_server.storage.errors import CorruptionError, DiskFullError
 from upr_server.storage.ordered_map import OrderedMap, ReadTransaction, WriteTransaction
 from upr_server.storage.records import (
     BUCKET,
@@ -53,6 +53,8 @@ from upr_server.storage.records import (
     with_checksum,
     without_checksum,
 )
+
+Item = TypeVar("Item")
 
 COMMIT_RESERVE_BYTES: Final = 64 * 1024 * 1024
 """Free space that a commit leaves for compaction, which needs some to free more."""
@@ -280,16 +282,23 @@ class ChunkLog:
             for partition, record in records:
                 self._put_record(transaction, partition, record)
 
-    def delete_fronts(self, records: Iterable[tuple[int, PartitionRecord]]) -> None:
-        """Deletes the fronts of snapshots that partitions have behind their ends, in one commit.
-        O(chunks deleted).
+    def delete_fronts(self, records: Sequence[tuple[int, PartitionRecord]]) -> None:
+        """Deletes the fronts of snapshots that partitions have behind their ends, in one commit; or
+        in several, where a full disk has no room for that one. O(chunks deleted).
 
         Args:
             records: The partitions, and their records without the fronts.
+
+        Raises:
+            DiskFullError: There is no room even for a smaller commit.
         """
-        with self.ordered_map.write() as transaction:
-            for partition, record in records:
-                self._truncate(transaction, partition, record)
+
+        def delete(some_records: Sequence[tuple[int, PartitionRecord]]) -> None:
+            with self.ordered_map.write() as transaction:
+                for partition, record in some_records:
+                    self._truncate(transaction, partition, record)
+
+        _in_commits_that_fit(records, delete)
 
     def put_partition_map(
         self, document: str, records: Iterable[tuple[int, PartitionRecord]]
@@ -322,8 +331,8 @@ class ChunkLog:
         """
         with self.ordered_map.write() as transaction:
             self._truncate(transaction, partition, record)
-            for token in tokens:
-                transaction.delete(token_key(partition, token.writer, token.counter))
+            for key in _token_keys(partition, tokens):
+                transaction.delete(key)
             if not record.high:
                 transaction.delete(partition_key(PURGE, partition))
                 transaction.delete(partition_key(FLOOR, partition))
@@ -438,10 +447,19 @@ class ChunkLog:
                 transaction.delete(key)
 
     def delete_answers(self, partition: int, tokens: Iterable[StoredAnswer]) -> None:
-        """Deletes answers to publishers; those that are not there are passed over."""
-        with self.ordered_map.write() as transaction:
-            for token in tokens:
-                transaction.delete(token_key(partition, token.writer, token.counter))
+        """Deletes answers to publishers; those that are not there are passed over. They lie
+        anywhere: where a full disk has no room for one commit, there are several.
+
+        Raises:
+            DiskFullError: There is no room even for a smaller commit; some may be deleted.
+        """
+
+        def delete(some_keys: Sequence[bytes]) -> None:
+            with self.ordered_map.write() as transaction:
+                for key in some_keys:
+                    transaction.delete(key)
+
+        _in_commits_that_fit(_token_keys(partition, tokens), delete)
 
     def put_lease(self, lease: LeaseRecord) -> None:
         """Stores a lease, new or renewed."""
@@ -746,6 +764,31 @@ class _ChunkFinder:
 
 STORED_OVERHEAD_BYTES: Final = CHUNK_HEAD.size
 """What is stored with a chunk beside its own bytes."""
+
+
+def _token_keys(partition: int, tokens: Iterable[StoredAnswer]) -> list[bytes]:
+    """The keys of answers, in their order: neighbours share pages."""
+    return sorted([token_key(partition, token.writer, token.counter) for token in tokens])
+
+
+def _in_commits_that_fit(items: Sequence[Item], commit: Callable[[Sequence[Item]], None]) -> None:
+    """Has all items committed at once; or, where a full disk has no room for that, fewer at a time.
+    A deletion writes each page anew that it touches, and the pages of before are free for later
+    commits: so small ones go on where a large one finds no room.
+
+    Raises:
+        DiskFullError: There is no room even for one of them. Those before it are committed.
+    """
+    begin, count = 0, len(items)
+    while begin < len(items):
+        try:
+            commit(items[begin : begin + count])
+        except DiskFullError:
+            if count == 1:
+                raise
+            count = max(1, count // 8)
+        else:
+            begin += count
 
 
 def _front(chunk: Chunk, bytes_max: int) -> Chunk:
