@@ -171,6 +171,8 @@ class Truncations(RuleBasedStateMachine):
         seqs = {row.seq for row in chunks_read}
         assert chunks_read == [row for row in self.rows if row.seq in seqs]
         assert {row.seq for row in self.rows} - seqs <= self.gone
+        in_log = self.storage.log.chunk_bytes().get(PARTITION, 0)
+        assert self.storage._partitions[PARTITION].chunk_bytes == in_log
 
     @precondition(lambda self: hasattr(self, "rows"))
     @invariant()
@@ -381,6 +383,7 @@ def test_a_partition_map_is_stored_with_its_partition_records() -> None:
     stored_bucket = bucket.log.load()
     assert stored_bucket.partition_map == "{}"
     assert stored_bucket.partitions[PARTITION].record == active
+    assert bucket.statistics()["chunk_bytes"] == bucket.log.chunk_bytes()[PARTITION]
     after = chunk_of([row(Operation.SET, b"k", 31, 31)], 30, 31)
     written_record = PartitionRecord(PartitionState.ACTIVE, ((8, 30), (7, 0)), SeqNo(31), 31)
     bucket.commit([PartitionWrite(PARTITION, written_record, [after])])

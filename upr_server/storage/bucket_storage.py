@@ -287,11 +287,13 @@ class BucketStorage:
             CorruptionError: One is. Nothing was written.
         """
         self._check_not_refused(partition for partition, _ in records)
-        self.log.put_partition_map(document, records)
+        deleted_bytes = self.log.put_partition_map(document, records)
         # A compaction under way goes by the old ends.
         self._compaction = None
-        for partition, record in records:
-            self._partitions[partition].high = record.high
+        for (partition, record), nbytes in zip(records, deleted_bytes, strict=True):
+            usage = self._partitions[partition]
+            usage.high = record.high
+            usage.chunk_bytes -= nbytes
 
     def truncate(
         self, partition: int, record: PartitionRecord, tokens: Sequence[StoredAnswer]
@@ -310,12 +312,12 @@ class BucketStorage:
                 f"partition {partition} cannot end at {record.high}: it is indexed up to "
                 f"{usage.watermark.seq}"
             )
-        broken_leases = self.log.truncate(partition, record, tokens)
+        broken_leases, deleted_bytes = self.log.truncate(partition, record, tokens)
         self._compaction = None
         usage.high = record.high
+        usage.chunk_bytes -= deleted_bytes
         if not record.high:
             usage.purge_seq = SeqNo(0)
-            usage.chunk_bytes = 0
             usage.damage, usage.is_stuck = "", False
         return broken_leases
 

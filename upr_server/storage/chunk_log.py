@@ -302,20 +302,22 @@ class ChunkLog:
 
     def put_partition_map(
         self, document: str, records: Iterable[tuple[int, PartitionRecord]]
-    ) -> None:
+    ) -> list[int]:
         """Stores another partition map and the partitions' records under it, in one commit.
 
         A record may make its partition end earlier, at a snapshot end: then what the log has behind
         it is deleted.
+
+        Returns:
+            How many bytes of chunks were deleted of each.
         """
         with self.ordered_map.write() as transaction:
             transaction.put(PARTITION_MAP, pack_record(PARTITION_MAP, document))
-            for partition, record in records:
-                self._truncate(transaction, partition, record)
+            return [self._truncate(transaction, partition, record) for partition, record in records]
 
     def truncate(
         self, partition: int, record: PartitionRecord, tokens: Iterable[StoredAnswer] = ()
-    ) -> list[int]:
+    ) -> tuple[list[int], int]:
         """Deletes what a partition has behind `record.high`, a snapshot end or 0.
 
         Args:
@@ -324,19 +326,20 @@ class ChunkLog:
             tokens: Answers to delete.
 
         Returns:
-            The leases that this broke: their ranges reach behind the new end.
+            The leases that this broke: their ranges reach behind the new end. And how many bytes of
+            chunks were deleted.
 
         Raises:
             ValueError: The partition ends earlier already.
         """
         with self.ordered_map.write() as transaction:
-            self._truncate(transaction, partition, record)
+            deleted_bytes = self._truncate(transaction, partition, record)
             for key in _token_keys(partition, tokens):
                 transaction.delete(key)
             if not record.high:
                 transaction.delete(partition_key(PURGE, partition))
                 transaction.delete(partition_key(FLOOR, partition))
-            return self._break_leases(transaction, partition, record.high)
+            return self._break_leases(transaction, partition, record.high), deleted_bytes
 
     def empty_partition(self, partition: int, record: PartitionRecord) -> None:
         """Deletes everything that a partition has, whatever is damaged of it.
@@ -379,16 +382,21 @@ class ChunkLog:
 
     def _truncate(
         self, transaction: WriteTransaction, partition: int, record: PartitionRecord
-    ) -> None:
+    ) -> int:
+        """Replaces a partition's record, and deletes the chunks behind its end. Returns the bytes
+        that they took."""
         end = self._record(transaction, partition).received_seq
         if record.received_seq > end:
             raise ValueError(f"partition {partition} ends at {end}, before {record.received_seq}")
+        deleted_bytes = 0
         if record.received_seq < end:
             first_key = chunk_key(partition, record.received_seq + 1)
-            last_key = chunk_key(partition, SEQS_END)
-            for key in [bytes(key) for key, _ in transaction.scan(first_key, last_key)]:
+            scan = transaction.scan(first_key, chunk_key(partition, SEQS_END))
+            for key, nbytes in [(bytes(key), len(value)) for key, value in scan]:
                 transaction.delete(key)
+                deleted_bytes += nbytes
         self._put_record(transaction, partition, record)
+        return deleted_bytes
 
     def mark_clean_stop(self) -> None:
         """Sets the mark of a clean stop: everything that the server had is in the log."""
