@@ -513,6 +513,51 @@ async def test_a_snapshot_that_is_larger_than_a_commit_goes_to_disk_in_several(
         assert [bool(write.answers) for write in (*fronts, last)] == [False, False, True]
 
 
+async def test_large_snapshots_of_like_size_go_to_disk_one_after_the_other(
+    autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By turns, none would be on disk before nearly all were, and no memory would be freed. One
+    that is much smaller does not wait."""
+    monkeypatch.setattr(flusher_module, "COMMIT_BYTES", 200_000)
+    monkeypatch.setattr(flusher_module, "COMMIT_BYTES_MAX", 250_000)
+    for module in (closed_snapshot, segment):
+        monkeypatch.setattr(module, "SEGMENT_BYTES", 500)
+    async with running(partitions=3, commit_s=0.25) as run:
+        for partition, batches in zip(run.bucket.partitions, (12, 12, 3), strict=True):
+            for batch in range(batches):
+                put(partition, *(b"%d %d" % (batch, row) for row in range(100)), value=VALUE)
+        began = trio.current_time()
+        await trio.sleep(5.0)
+        commits = [commit.writes for _, commit in run.store.commits]
+        order = [write.partition for writes in commits for write in writes]
+        assert order == [0, 2, 0, 0, 0, 1, 1, 1, 1]
+        assert [writes[-1].ends for writes in commits if writes[-1].ends] == [[300], [1200], [1200]]
+        # What waits for another snapshot's end has waited long enough.
+        assert run.store.begins == pytest.approx(
+            [began + FLUSH_INTERVAL_S + 0.25 * number for number in range(len(commits))]
+        )
+        for partition in run.bucket.partitions:
+            partition.check_invariants()
+
+
+async def test_a_large_snapshot_waits_for_no_partition_that_has_begun_again(
+    autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(flusher_module, "COMMIT_BYTES", 200_000)
+    monkeypatch.setattr(flusher_module, "COMMIT_BYTES_MAX", 250_000)
+    for module in (closed_snapshot, segment):
+        monkeypatch.setattr(module, "SEGMENT_BYTES", 500)
+    async with running(partitions=2) as run:
+        first, second = run.bucket.partitions
+        second.restart_at(SeqNo(5))
+        run.flusher._unfinished_partitions[P1] = None
+        for batch in range(12):
+            put(first, *(b"%d %d" % (batch, row) for row in range(100)), value=VALUE)
+        await trio.sleep(5.0)
+        assert first.manager.persistence.committed_seq == first.high_seq == 1200
+        assert not run.flusher._unfinished_partitions
+
+
 async def test_what_comes_while_a_commit_is_collected_goes_into_the_next(
     autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
