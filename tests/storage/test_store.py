@@ -14,11 +14,12 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from pathlib import Path
 from random import Random
 from types import SimpleNamespace
-from typing import Any, Final
+from typing import Any, Final, cast
 
 import lmdb
 import pytest
 import trio
+import trio.testing
 
 from tests.kit.answer_rows import pack_rows
 from tests.kit.process import ROOT, children_of, environment, eventually, status_of
@@ -37,6 +38,7 @@ from upr_server.storage.calls import (
     DeleteLeases,
     FindExpired,
     FindItems,
+    FindSeqBefore,
     ItemsFound,
     LoadBuckets,
     Maintain,
@@ -54,9 +56,10 @@ from upr_server.storage.errors import (
     StoreFailedError,
 )
 from upr_server.storage.lmdb_ordered_map import MAP_BYTES_DEFAULT, LmdbOrderedMap
-from upr_server.storage.messages import STEP_CHUNKS, STEP_ITEMS, Unpacker, pack_message
+from upr_server.storage.messages import HEAD, STEP_CHUNKS, STEP_ITEMS, Unpacker, pack_message
 from upr_server.storage.ordered_map import OrderedMap
 from upr_server.storage.processes import (
+    READS_SENT_MAX,
     SEND_BYTES,
     SEND_PARTS,
     SLOT_READ_BYTES_MIN,
@@ -883,6 +886,34 @@ class ReceivingSteps(trio.abc.Instrument):
         if task.name.endswith("_Worker.receive"):
             self.count += 1
             self._on_step(self.count)
+
+
+async def test_reads_for_thousands_of_streams_hold_up_no_other_call() -> None:
+    own_socket, process_socket = trio.socket.socketpair()
+    own_pipe, process_pipe = trio.SocketStream(own_socket), trio.SocketStream(process_socket)
+    worker = processes._Worker(cast("Any", None), own_pipe, "reader", None)
+    received = bytearray()
+
+    async def take_requests() -> None:
+        while True:
+            received.extend(await process_pipe.receive_some())
+
+    async with own_pipe, process_pipe, trio.open_nursery() as nursery:
+        for task in (worker.send, worker.receive, take_requests):
+            nursery.start_soon(task)
+        for _ in range(1000):
+            nursery.start_soon(worker.call, ReadChunks("b", 0, SeqNo(0), SeqNo(9), 1))
+        await trio.testing.wait_all_tasks_blocked()
+        assert received.count(b"ReadChunks") == READS_SENT_MAX
+        for _ in range(100):
+            nursery.start_soon(worker.call, FindSeqBefore("b", 0, 1))
+        await trio.testing.wait_all_tasks_blocked()
+        assert received.count(b"FindSeqBefore") == 100
+        # Each answer makes room for one more. These have no chunks.
+        await process_pipe.send_all(5 * (HEAD.pack(1, 0, False) + b"\x90"))
+        await trio.testing.wait_all_tasks_blocked()
+        assert received.count(b"ReadChunks") == READS_SENT_MAX + 5
+        nursery.cancel_scope.cancel()
 
 
 MANY_CHUNKS: Final = 10 * STEP_CHUNKS

@@ -82,6 +82,10 @@ page. While the process reads, the pipe takes any amount: 19 MiB in one step too
 SEND_PARTS: Final = 1024
 """Parts of a call that one step sends, of which the system takes as many at once."""
 
+READS_SENT_MAX: Final = 16
+"""Reads of chunks that a process has at a time: some 10 ms of work. The pipe would take hundreds.
+Thousands of streams may begin at once, and whoever needs an item would wait behind all of them."""
+
 log = structlog.get_logger(__name__)
 
 
@@ -108,6 +112,10 @@ class _Worker:
         self._received_bytes = bytearray()
         """Received, and not parsed yet."""
         self._unsent_calls: deque[_PendingCall] = deque()
+        # Reads of chunks wait apart, and take turns with the others.
+        self._unsent_reads: deque[_PendingCall] = deque()
+        self._is_reads_turn = False
+        self._reads_sent = 0
         self._sent_calls: deque[_PendingCall] = deque()
         self._has_calls = Notifier()
         self.is_gone = False
@@ -128,7 +136,8 @@ class _Worker:
         ):
             slot = self.slots.acquire()
         pending_call = _PendingCall(call, slot)
-        self._unsent_calls.append(pending_call)
+        unsent_calls = self._unsent_reads if isinstance(call, ReadChunks) else self._unsent_calls
+        unsent_calls.append(pending_call)
         self._has_calls.notify()
         await pending_call.event.wait()
         if pending_call.failure is not None:
@@ -138,13 +147,26 @@ class _Worker:
     async def send(self) -> None:
         """Sends calls, until it is cancelled."""
         while True:
-            await self._has_calls.wait_until(lambda: bool(self._unsent_calls))
+            await self._has_calls.wait_until(
+                lambda: bool(self._unsent_calls) or self._may_send_read()
+            )
             await self._send_next()
+
+    def _may_send_read(self) -> bool:
+        return bool(self._unsent_reads) and self._reads_sent < READS_SENT_MAX
+
+    def _take_unsent(self) -> _PendingCall:
+        if self._may_send_read() and (self._is_reads_turn or not self._unsent_calls):
+            self._is_reads_turn = False
+            self._reads_sent += 1
+            return self._unsent_reads.popleft()
+        self._is_reads_turn = True
+        return self._unsent_calls.popleft()
 
     async def _send_next(self) -> None:
         # A local name in `send` would keep the call's bytes, and its answer with the slot, until
         # the next call.
-        pending_call = self._unsent_calls.popleft()
+        pending_call = self._take_unsent()
         self._sent_calls.append(pending_call)
         slot_number = NO_SLOT if pending_call.slot is None else pending_call.slot.number
         request_packing = RequestPacking(pending_call.call, slot_number)
@@ -171,6 +193,9 @@ class _Worker:
             answer = self._unpacker.unpack(message, pending_call.call.answer_type, buffers)
         # Not before the last checkpoint: if this is cancelled, `fail` fails the call.
         self._sent_calls.popleft()
+        if isinstance(pending_call.call, ReadChunks):
+            self._reads_sent -= 1
+            self._has_calls.notify()
         # From here on the answer's chunks alone keep the slot.
         pending_call.slot = None
         pending_call.answer, pending_call.failure = answer, failure
@@ -228,7 +253,7 @@ class _Worker:
         if self.is_gone:
             return
         self.is_gone = True
-        for pending_call in (*self._sent_calls, *self._unsent_calls):
+        for pending_call in (*self._sent_calls, *self._unsent_calls, *self._unsent_reads):
             pending_call.failure = CallFailure(StoreFailedError.__name__, sentence)
             pending_call.event.set()
 
