@@ -181,6 +181,36 @@ def test_there_is_nothing_to_do_in_a_bucket_that_is_indexed_and_not_wasteful(
     assert bucket.maintain(urgent=True, leases=(), purge_before_cas=NEVER) == MaintenanceStep()
 
 
+def test_a_partition_that_is_always_due_keeps_no_other_from_being_compacted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(bucket_storage, "GARBAGE_BYTES", 0)
+    # Indexing has three steps for each of compaction, in which more is superseded.
+    monkeypatch.setattr(bucket_storage, "WASTEFUL_SHARE", 1e9)
+    bucket, model = new_bucket(SimulatedDisk(), SimulatedDisk()), Model(PARTITIONS)
+
+    def overwrite_all(partition: int) -> None:
+        high = model.highs[partition]
+        end = high + 20
+        rows = [
+            row(Operation.SET, b"key %d" % (seq % 20), seq, seq, size=VALUE_BYTES)
+            for seq in range(high + 1, end + 1)
+        ]
+        write = PartitionWrite(partition, record_of(end), [chunk_of(rows, high, end)])
+        bucket.commit([write])
+        model.take([write])
+
+    compacted_partitions: set[int | None] = set()
+    for turn in range(60):
+        overwrite_all(0)
+        if turn < 10:
+            overwrite_all(1)
+        step = bucket.maintain(urgent=True, leases=(), purge_before_cas=NEVER)
+        if step.is_compaction:
+            compacted_partitions.add(step.partition)
+    assert compacted_partitions == {0, 1}
+
+
 def turns(bucket: BucketStorage) -> list[tuple[bool, int]]:
     """How many steps of compaction (true) and of indexing follow each other, while both have
     something to do: from the first of compaction, which is due when indexing finds out so."""

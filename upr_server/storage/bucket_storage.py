@@ -163,6 +163,8 @@ class BucketStorage:
         self._partitions: list[_PartitionUsage] = []
         self._compaction: Compaction | None = None
         self._garbage_at_start = 0
+        # Where the look for the next partition to compact begins.
+        self._next_to_compact = 0
         self._steps_in_round = 0
         # Fewer than `INDEX_DELETE_KEYS` only while the disk has no room for so many.
         self._keys_to_delete = INDEX_DELETE_KEYS
@@ -521,11 +523,15 @@ class BucketStorage:
         return ""
 
     def _due_compaction(self) -> Compaction | None:
-        """The compaction under way, or a new one of the first partition with too much garbage."""
+        """The compaction under way, or a new one of the next partition with too much garbage. They
+        take turns: one that changes much may have too much again as soon as it is done."""
         if self._compaction is None:
             share = GARBAGE_SHARE_FULL if self._is_full else GARBAGE_SHARE
             allowance_bytes = 0 if self._is_full else GARBAGE_BYTES // len(self._partitions)
-            for partition, usage in enumerate(self._partitions):
+            count = len(self._partitions)
+            for offset in range(count):
+                partition = (self._next_to_compact + offset) % count
+                usage = self._partitions[partition]
                 garbage = usage.garbage_bytes
                 if usage.damage:
                     continue
@@ -533,6 +539,7 @@ class BucketStorage:
                     through = usage.watermark.seq
                     self._compaction = Compaction(self.log, self.index, partition, through)
                     self._garbage_at_start = usage.watermark.garbage_bytes
+                    self._next_to_compact = partition + 1
                     break
         return self._compaction
 
