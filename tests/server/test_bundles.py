@@ -11,9 +11,11 @@ import trio
 import trio.testing
 
 from tests.kit.placed_keys import key_in
-from tests.server.test_backfill import HeldReads, evicted
+from tests.server.test_access import ADMIN
+from tests.server.test_backfill import INDEXED_S, HeldReads, Model, evicted
 from tests.server.test_connection import P0, Peer, sets
 from tests.server.test_durability import (
+    BUCKET,
     P1,
     WRITER,
     answer_to,
@@ -27,11 +29,13 @@ from upr_protocol.errors import Status
 from upr_protocol.hashing import partition_of
 from upr_protocol.ids import Durability, Operation, PartitionId, PartitionState
 from upr_protocol.limits import BUNDLE_MUTATIONS_MAX, VALUE_BYTES_MAX
+from upr_protocol.users import Grant, Right, User
 from upr_protocol.wire import Get, GetReply, Mutate, MutateReply, Refusal, RunResult
 from upr_server.app import Server
 from upr_server.engine import batch_of
 from upr_server.engine.evaluation import EXPIRY_COST
 from upr_server.engine.partition import EXPIRE_BEFORE_RUN_MAX, EXPIRE_MAX
+from upr_server.net.access import Access
 from upr_server.net.handlers.publishing import (
     EXPIRING_RUN_COST,
     PLAIN_RUN_COST,
@@ -143,6 +147,42 @@ async def test_a_run_that_waits_for_the_disk_holds_replies_about_its_partition_b
         assert replies[0].counters == ((0, 101),)
         assert replies[2].runs[0].first_seq == 3
         assert await value_of(peer, b"n") == b"7"
+
+
+async def test_rights_are_checked_once_for_all_runs_that_wait(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A check looks at all keys of the bundle. It was made for each run."""
+    checked_opaques: list[int] = []
+    check = Access.check_changed_keys
+
+    def note_check(access: Access, message: Mutate) -> None:
+        checked_opaques.append(message.opaque)
+        check(access, message)
+
+    bob = User("bob", None, (Grant(Right.WRITE, BUCKET),))
+    runs = (P0, increment(b"n", 1)), (P1, increment(N1, 1))
+    store = HeldReads(FindItems)
+    async with serving(store) as server, speaking(server) as peer:
+        (connection,) = server.connections.connections
+        connection.context.access.user_name = bob.name
+        await server.users.apply_change(lambda users: users.with_user(ADMIN).with_user(bob))
+        await publish(peer, bundle_of(*runs))
+        await trio.sleep(INDEXED_S)
+        bucket = server.catalog.bucket(BUCKET)
+        for partition in bucket.partitions:
+            Model(server.catalog.disks[bucket], partition).forget()
+        store.released = trio.Event()
+        opaque = await say(peer, bundle_of(*runs))
+        await trio.sleep(1)
+        monkeypatch.setattr(Access, "check_changed_keys", note_check)
+        granted = (Grant(Right.READ, BUCKET),)
+        await server.users.apply_change(lambda users: users.granting(bob.name, granted))
+        store.released.set()
+        reply = await answer_to(peer, opaque)
+        assert isinstance(reply, MutateReply)
+        assert [value for _, value in reply.counters] == [2, 2]
+    assert checked_opaques == [opaque]
 
 
 async def test_nothing_of_an_answered_bundle_waits_for_a_garbage_collection() -> None:

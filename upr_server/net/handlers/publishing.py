@@ -138,6 +138,7 @@ class _BundleRequest(OrderedReply):
         "_lines",
         "_request",
         "_results",
+        "_rights_error",
         "_row_cost",
         "_unfinished_count",
     )
@@ -149,6 +150,8 @@ class _BundleRequest(OrderedReply):
         self._batches = batches
         self._flusher = context.disk.flusher
         self._generation = context.users.generation
+        self._rights_error: ServerError | None = None
+        """Why the client may not change the keys any more; None if it may."""
         self._results: list[RunResult | None] = [None] * len(self.partitions)
         self._lines = b""
         """What became of the runs, as the kernel said, if all were applied and answered at once."""
@@ -314,8 +317,7 @@ class _BundleRequest(OrderedReply):
     def apply_run(self, run: _RunRequest, fetched_items: FetchedItems) -> StillNeeded:
         """Applies one run; or says what it needs first."""
         batch, partition = run.batch, run.partition
-        if self._context.users.generation != self._generation:
-            self._check_rights(batch, partition)
+        self._check_rights(batch, partition)
         # A partition that is no longer active needs none: `mutate` refuses the run.
         if run.evaluation is None or partition.state is not PartitionState.ACTIVE:
             run.evaluation = partition.evaluate(batch, now=self._context.time())
@@ -339,13 +341,19 @@ class _BundleRequest(OrderedReply):
 
     def _check_rights(self, batch: MutationBatch, partition: Partition) -> None:
         """Raises `ServerError` when the client may not change the keys any more: the right was
-        revoked while the run waited."""
-        try:
-            self._context.access.check_message(self._request)
-            self._context.access.check_changed_keys(self._request)
-        except ServerError:
-            self._context.refused_task_runs.note(batch, partition.id)
-            raise
+        revoked while the run waited. Once for all runs after each change of users: O(bytes of the
+        bundle's keys) then, and else O(1)."""
+        context = self._context
+        if context.users.generation != self._generation:
+            self._generation, self._rights_error = context.users.generation, None
+            try:
+                context.access.check_message(self._request)
+                context.access.check_changed_keys(self._request)
+            except ServerError as error:
+                self._rights_error = without_traceback(error)
+        if self._rights_error is not None:
+            context.refused_task_runs.note(batch, partition.id)
+            raise without_traceback(self._rights_error)
 
     def _check_disk(self, batch: MutationBatch, partition: Partition) -> None:
         """Raises `ServerError` while the disk is full, and once the bucket was deleted: nothing is
