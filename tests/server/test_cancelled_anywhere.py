@@ -51,7 +51,7 @@ from upr_server.net.backlog import REPLIES_BYTES_MAX, ConnectionBacklog
 from upr_server.net.connection_ends import ENDS_MAX, ConnectionEnds
 from upr_server.net.frame_budget import FrameBudget, UnfinishedFrame
 from upr_server.net.step_writes import WOKEN_MAX, StepWrites
-from upr_server.net.turns import BudgetedTurns, NetworkLine, NetworkTurns, Turns
+from upr_server.net.turns import BudgetedTurns, NetworkQueue, NetworkTurns, Turns
 from upr_server.replication import MapExchange, PartitionMaps, UserExchange
 from upr_server.replication.bucket_replicators import BucketReplicators
 from upr_server.replication.clustered_bucket import ClusteredBucket
@@ -514,8 +514,8 @@ TURNS: Final = tries(Turns.next_turn, BudgetedTurns.next_turn, NetworkTurns.next
 
 async def test_long_work_that_waits_for_its_turn(autojump_clock: MockClock) -> None:
     turns, read_turns = Turns(), BudgetedTurns(TurnTimer(), 1000)
-    lines = dict[str, NetworkLine]()
-    network_turns = NetworkTurns(read_turns, lines, "10.0.0.1")
+    queues = dict[str, NetworkQueue]()
+    network_turns = NetworkTurns(read_turns, queues, "10.0.0.1")
 
     async def work() -> None:
         async with trio.open_nursery() as nursery:
@@ -525,7 +525,7 @@ async def test_long_work_that_waits_for_its_turn(autojump_clock: MockClock) -> N
                 nursery.start_soon(network_turns.next_turn)
 
     def look() -> None:
-        assert not lines
+        assert not queues
 
     (await cancelled_at_each_step(work, look, then=work)).check_inside(*TURNS)
 

@@ -31,9 +31,9 @@ from upr_server.net.connection import AcceptedConnection
 from upr_server.net.streamer import STEP_STREAMS
 from upr_server.net.turns import (
     HANDSHAKE_LANES,
-    HANDSHAKES_IN_LINE,
+    HANDSHAKES_QUEUED_MAX,
     BudgetedTurns,
-    NetworkLine,
+    NetworkQueue,
     NetworkTurns,
 )
 from upr_server.runtime import TurnTimer
@@ -94,11 +94,11 @@ async def test_networks_have_their_turns_one_after_the_other() -> None:
     """Who comes later from another one does not wait behind all that one has opened."""
     timer = TurnTimer()
     timer.start()
-    turns, lines = BudgetedTurns(timer, 1, HANDSHAKE_LANES), dict[str, NetworkLine]()
+    turns, queues = BudgetedTurns(timer, 1, HANDSHAKE_LANES), dict[str, NetworkQueue]()
     order: list[str] = []
 
     async def greet(network: str) -> None:
-        await NetworkTurns(turns, lines, network).next_turn()
+        await NetworkTurns(turns, queues, network).next_turn()
         order.append(network)
 
     async with trio.open_nursery() as nursery:
@@ -108,8 +108,8 @@ async def test_networks_have_their_turns_one_after_the_other() -> None:
             await trio.lowlevel.checkpoint()
         nursery.start_soon(greet, "one")
     assert Counter(order) == {"many": 100, "one": 1}
-    assert order.index("one") < 5 * HANDSHAKES_IN_LINE
-    assert not lines
+    assert order.index("one") < 5 * HANDSHAKES_QUEUED_MAX
+    assert not queues
 
 
 class NotedTurns(BudgetedTurns):

@@ -32,7 +32,7 @@ from upr_server.net.turns import (
     TURN_WRITE_BYTES,
     WRITE_LANES,
     BudgetedTurns,
-    NetworkLine,
+    NetworkQueue,
     Turns,
 )
 from upr_server.runtime import AuditLog, TurnTimer, YoungObjects
@@ -133,7 +133,7 @@ class ServerResources:
         connection_turns: The turns of connections on which something is due that may be due on
             thousands at the same time.
         handshake_turns: The turns of encrypted connections whose handshake goes on.
-        handshake_lines: Those who wait for these turns, by network.
+        handshake_queues: Those who wait for these turns, by network.
         wait_turns: The turns of answers to those who wait for numbers.
     """
 
@@ -186,5 +186,5 @@ class ServerResources:
             takes_self=True,
         )
     )
-    handshake_lines: dict[str, NetworkLine] = attrs.field(factory=dict)
+    handshake_queues: dict[str, NetworkQueue] = attrs.field(factory=dict)
     wait_turns: Turns = attrs.field(factory=Turns)

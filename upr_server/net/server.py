@@ -125,9 +125,9 @@ class ConnectionServer:
     async def _serve(self, stream: trio.abc.HalfCloseableStream, peer: str) -> None:
         allow_unsent_bytes(stream)
         if self._certificates is not None:
-            turns, lines = self.resources.handshake_turns, self.resources.handshake_lines
+            turns, queues = self.resources.handshake_turns, self.resources.handshake_queues
             stream = self._certificates.encrypt_stream(
-                stream, NetworkTurns(turns, lines, network_of(peer))
+                stream, NetworkTurns(turns, queues, network_of(peer))
             )
         connection = self.new_connection(stream, peer)
         if reason := self._reason_to_refuse(connection.network):

@@ -40,8 +40,8 @@ ms with a key of an elliptic curve, and 0.6 with one of RSA of 2,048 bits."""
 HANDSHAKE_LANES: Final = 2
 """Handshakes that have their turn together."""
 
-HANDSHAKES_IN_LINE: Final = 2 * HANDSHAKE_LANES
-"""Handshakes of one network that stand in the line of all: for each lane one, and the next."""
+HANDSHAKES_QUEUED_MAX: Final = 2 * HANDSHAKE_LANES
+"""Handshakes of one network that wait in the queue of all: for each lane one, and the next."""
 
 
 class TurnCounter(Protocol):
@@ -114,36 +114,36 @@ class BudgetedTurns:
 
 
 @attrs.define(eq=False)
-class NetworkLine:
-    """Those of one network who wait.
+class NetworkQueue:
+    """The handshakes of one network that wait.
 
     Attributes:
-        places: Their places in the line of all.
+        places: Their places in the queue of all.
         count: How many have one, or wait for one.
     """
 
     places: trio.CapacityLimiter = attrs.field(
-        factory=lambda: trio.CapacityLimiter(HANDSHAKES_IN_LINE)
+        factory=lambda: trio.CapacityLimiter(HANDSHAKES_QUEUED_MAX)
     )
     count: int = 0
 
 
 class NetworkTurns:
     """The turns of handshakes as a connection of one network has them. Only some of each network
-    stand in the line of all, and the others behind these. So networks have their turns one after
+    wait in the queue of all, and the others behind these. So networks have their turns one after
     the other, and nobody has to wait behind all connections that somebody else has opened.
 
     Args:
         turns: The turns of all.
-        lines: The lines of the networks that wait, which all share.
+        queues: The queues of the networks that wait, which all share.
         network: The network.
     """
 
-    __slots__ = ("_lines", "_network", "_turns")
+    __slots__ = ("_network", "_queues", "_turns")
 
-    def __init__(self, turns: BudgetedTurns, lines: dict[str, NetworkLine], network: str) -> None:
+    def __init__(self, turns: BudgetedTurns, queues: dict[str, NetworkQueue], network: str) -> None:
         self._turns = turns
-        self._lines = lines
+        self._queues = queues
         self._network = network
 
     @property
@@ -153,17 +153,17 @@ class NetworkTurns:
 
     async def next_turn(self) -> None:
         """Waits until a piece may begin."""
-        line = self._lines.get(self._network)
-        if line is None:
-            line = self._lines[self._network] = NetworkLine()
-        line.count += 1
+        queue = self._queues.get(self._network)
+        if queue is None:
+            queue = self._queues[self._network] = NetworkQueue()
+        queue.count += 1
         try:
-            async with line.places:
+            async with queue.places:
                 await self._turns.next_turn()
         finally:
-            line.count -= 1
-            if not line.count:
-                del self._lines[self._network]
+            queue.count -= 1
+            if not queue.count:
+                del self._queues[self._network]
 
     def note_used(self, amount: float) -> None:
         """Counts a piece, once it is done."""
