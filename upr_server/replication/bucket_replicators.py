@@ -56,12 +56,12 @@ class BucketReplicators:
         """
         for name, replicator in self._replicators.items():
             if (
-                replicator.waits_for_room
+                replicator.disk_full_reason
                 and sources.get(name) != replicator.source
                 and not replicator.source.partitions.keys().isdisjoint(held_partitions)
             ):
                 raise DiskFullError(
-                    f"what came from {name} waits for room on disk: {replicator.waits_for_room}"
+                    f"what came from {name} waits for room on disk: {replicator.disk_full_reason}"
                 )
 
     async def stop_all_but(self, sources: Mapping[str, ReplicationSource]) -> None:

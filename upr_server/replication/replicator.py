@@ -81,7 +81,7 @@ class Replicator:
     Attributes:
         source: Where it replicates from, and which partitions.
         trouble: Why it does not replicate now; empty while it does.
-        waits_for_room: Why there is no room on disk for what was received; empty while there is.
+        disk_full_reason: Why there is no room on disk for what was received; empty while there is.
     """
 
     def __init__(
@@ -96,7 +96,7 @@ class Replicator:
     ) -> None:
         self.source = source
         self.trouble = ""
-        self.waits_for_room = ""
+        self.disk_full_reason = ""
         self._source_name = source_name
         self._server = server
         self._disk = disk
@@ -359,18 +359,18 @@ class Replicator:
             try:
                 await self._write_once(writes)
             except DiskFullError as error:
-                if not self.waits_for_room:
+                if not self.disk_full_reason:
                     log.error(
                         "disk full; retrying", bucket=self._disk.bucket.name, error=str(error)
                     )
-                self.waits_for_room = self.trouble = str(error)
+                self.disk_full_reason = self.trouble = str(error)
             else:
-                if self.waits_for_room and self.trouble == self.waits_for_room:
+                if self.disk_full_reason and self.trouble == self.disk_full_reason:
                     self.trouble = ""
-                self.waits_for_room = ""
+                self.disk_full_reason = ""
                 return
             if self._is_stopping:
-                self._drop_reason = self.waits_for_room
+                self._drop_reason = self.disk_full_reason
                 await self._drop_received()
                 return
             await trio.sleep(REPLICATION_RETRY_S)
