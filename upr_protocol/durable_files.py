@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
+from typing import Final
+
+FULL_DISK_ERRORS: Final = (errno.ENOSPC, errno.EDQUOT)
+"""The errors of a full disk, and of an exhausted quota."""
 
 
 def sync_path(path: Path) -> None:

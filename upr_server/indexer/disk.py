@@ -8,7 +8,8 @@ from typing import Final, TypeVar
 import structlog
 import trio
 
-from upr_server.indexer.index_file import FULL, DiskFullError
+from upr_protocol.durable_files import FULL_DISK_ERRORS
+from upr_server.indexer.index_file import DiskFullError
 
 log = structlog.get_logger(__name__)
 
@@ -65,4 +66,6 @@ class Disk:
 
 def is_full(error: Exception) -> bool:
     """Whether something was not written for want of room."""
-    return isinstance(error, DiskFullError) or (isinstance(error, OSError) and error.errno in FULL)
+    if isinstance(error, OSError):
+        return error.errno in FULL_DISK_ERRORS
+    return isinstance(error, DiskFullError)

@@ -27,6 +27,7 @@ from typing import Any, Final, Literal, Protocol, Self
 import attrs
 import lmdb
 
+from upr_protocol.durable_files import FULL_DISK_ERRORS
 from upr_protocol.errors import UprError
 from upr_protocol.failover import Position
 from upr_protocol.ids import HistoryId, PartitionId, SeqNo
@@ -47,9 +48,6 @@ disk's own size is no bound here, as a disk may grow."""
 
 ENTRY_OVERHEAD_BYTES: Final = 48
 """What an entry that was read takes in memory beside its own bytes."""
-
-FULL: Final = (errno.ENOSPC, errno.EDQUOT)
-"""The errors of a full disk, and of an exhausted quota."""
 
 FREE_BYTES_MIN: Final = 1024 * 1024
 """Where less is free, a write that failed half-way has found no room, and no new index is made."""
@@ -880,7 +878,7 @@ def _is_disk_full(error: Exception, path: Path) -> bool:
     calls it an error of input and output."""
     code = error.errno if isinstance(error, OSError) else getattr(error, "code", 0)
     if code != errno.EIO:
-        return code in FULL
+        return code in FULL_DISK_ERRORS
     with suppress(OSError):
         return _free_bytes(path) < FREE_BYTES_MIN
     return False

@@ -29,7 +29,7 @@ from typing import Final
 
 import platformdirs
 
-from upr_protocol.durable_files import replace_file, sync_path
+from upr_protocol.durable_files import FULL_DISK_ERRORS, replace_file, sync_path
 from upr_server.storage.chunk_log import COMMIT_RESERVE_BYTES
 from upr_server.storage.errors import (
     CorruptionError,
@@ -38,7 +38,7 @@ from upr_server.storage.errors import (
     StorageError,
 )
 from upr_server.storage.event_queue_file import EventQueueFile
-from upr_server.storage.lmdb_ordered_map import FULL, LmdbOrderedMap
+from upr_server.storage.lmdb_ordered_map import LmdbOrderedMap
 from upr_server.storage.ordered_map import OrderedMap
 from upr_server.storage.records import FORMAT_VERSION
 from upr_server.storage.users_file import UsersFile
@@ -277,7 +277,7 @@ class DataDirectory:
             self._check_space()
             self._create(self._path / name, self._path / f".new-{name}", fill)
         except OSError as error:
-            if error.errno in FULL:
+            if error.errno in FULL_DISK_ERRORS:
                 raise DiskFullError(f"the disk is full: {error}") from error
             raise DataDirectoryError(
                 f"{self._path / name} cannot be created: {error.strerror}; {_advice(error)}"

@@ -10,9 +10,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Final
 
-from upr_protocol.durable_files import replace_file, sync_path
+from upr_protocol.durable_files import FULL_DISK_ERRORS, replace_file, sync_path
 from upr_server.storage.errors import DataDirectoryError, DiskFullError
-from upr_server.storage.lmdb_ordered_map import FULL
 from upr_server.storage.records import with_checksum, without_checksum
 
 _KEY: Final = b"event-queues"
@@ -59,6 +58,6 @@ class EventQueueFile:
         try:
             replace_file(self._path, with_checksum(_KEY, data))
         except OSError as error:
-            if error.errno in FULL:
+            if error.errno in FULL_DISK_ERRORS:
                 raise DiskFullError(f"the disk is full: {error}") from error
             raise DataDirectoryError(f"{self._path} cannot be written: {error.strerror}") from error

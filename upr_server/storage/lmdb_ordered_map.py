@@ -18,6 +18,7 @@ from zlib import crc32
 import lmdb
 
 from upr_protocol.chunk import Buffer
+from upr_protocol.durable_files import FULL_DISK_ERRORS
 from upr_server.storage.errors import (
     CorruptionError,
     DataDirectoryError,
@@ -33,9 +34,6 @@ from upr_server.storage.records import (
     with_checksum,
     without_checksum,
 )
-
-FULL: Final = (errno.ENOSPC, errno.EDQUOT)
-"""The errors of a full disk, and of an exhausted quota."""
 
 WRONG_TYPES: Final = (errno.EISDIR, errno.ENOTDIR, errno.ELOOP)
 """The errors of something else in the place of a file or of its folder."""
@@ -475,7 +473,7 @@ class _WriteTransaction(_ReadTransaction):
 
 
 def _is_full(error: Exception) -> bool:
-    return isinstance(error, lmdb.MapFullError) or getattr(error, "code", 0) in FULL
+    return isinstance(error, lmdb.MapFullError) or getattr(error, "code", 0) in FULL_DISK_ERRORS
 
 
 @contextmanager

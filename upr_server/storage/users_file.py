@@ -13,9 +13,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
-from upr_protocol.durable_files import replace_file
+from upr_protocol.durable_files import FULL_DISK_ERRORS, replace_file
 from upr_server.storage.errors import DataDirectoryError, DiskFullError
-from upr_server.storage.lmdb_ordered_map import FULL
 from upr_server.storage.records import with_checksum, without_checksum
 
 _KEY: Final = b"users"
@@ -104,6 +103,6 @@ class UsersFile:
         try:
             replace_file(path, data, mode=_MODE)
         except OSError as error:
-            if error.errno in FULL:
+            if error.errno in FULL_DISK_ERRORS:
                 raise DiskFullError(f"the disk is full: {error}") from error
             raise DataDirectoryError(f"{path} cannot be written: {error.strerror}") from error
