@@ -226,13 +226,6 @@ class Persisted(Engine):
         self.manager.persistence.commit(through)
         assert self.manager.persistence.committed_seq == through
 
-    @precondition(lambda self: self.readers)
-    @rule(data=st.data())
-    def drop(self, data: st.DataObject) -> None:
-        reader = self.reader(data)
-        if self.manager.may_drop(reader.cursor):
-            self.manager.drop(reader.cursor)
-
     @rule()
     def begin_at_the_beginning(self) -> None:
         self.readers.append(Reader(self.partition, self.model, 0))
@@ -256,7 +249,8 @@ class Persisted(Engine):
         for cursor in droppable_cursors:
             assert cursor is not self.manager.persistence
             assert cursor.oldest_entry.start < self.manager.persistence.committed_seq
-            self.manager.drop(cursor)
+        assert self.manager.drop_furthest_back()
+        assert not set(droppable_cursors) & set(self.manager.snapshots.cursors)
 
     @invariant()
     def nothing_uncommitted_is_freed(self) -> None:

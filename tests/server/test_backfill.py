@@ -99,11 +99,8 @@ class Model:
         while True:
             while manager.free_oldest():
                 pass
-            cursors = manager.droppable_cursors()
-            if not cursors:
+            if not manager.drop_furthest_back():
                 break
-            for cursor in cursors:
-                manager.drop(cursor)
         while self.partition.eviction.evict(1000):
             pass
         manager.check_invariants()

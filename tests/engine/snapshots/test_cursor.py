@@ -348,7 +348,7 @@ def test_the_cursors_furthest_back_are_dropped_first_and_the_disks_never() -> No
     assert manager.droppable_cursors() == []
     disk.commit(SeqNo(2))
     assert manager.droppable_cursors() == cursors[:1]
-    manager.drop(cursors[0])
+    assert manager.drop_furthest_back()
     assert manager.droppable_cursors() == cursors[1:3]
     assert manager.drop_furthest_back()
     assert manager.dropped_count == 3
@@ -366,14 +366,11 @@ def test_a_slow_cursor_is_dropped_and_needs_a_backfill() -> None:
     slow, other_cursor = cursor_at(partition, 1), cursor_at(partition, 0)
     slow.next()
     list(items(disk))
-    assert not manager.may_drop(slow), "the disk still needs it"
-    with pytest.raises(ValueError, match="may not be dropped"):
-        manager.drop(slow)
+    assert not manager.drop_furthest_back(), "the disk still needs what they stand in"
     disk.commit(SeqNo(2))
-    assert manager.may_drop(slow)
-    manager.drop(slow)
-    assert not manager.may_drop(slow)
-    manager.drop(other_cursor)
+    assert manager.droppable_cursors() == [slow, other_cursor]
+    assert manager.drop_furthest_back()
+    assert not manager.drop_furthest_back()
     assert free(partition) == 1
     assert manager.snapshots.oldest_start == 2
     assert slow.has_next
@@ -394,10 +391,8 @@ def test_some_cursors_are_never_dropped() -> None:
     indexer = manager.register("index", SeqNo(0), is_droppable=False).cursor
     list(items(disk))
     disk.commit(SeqNo(1))
-    assert not manager.may_drop(indexer)
-    assert not manager.may_drop(disk)
-    indexer.close()
-    assert not manager.may_drop(indexer)
+    assert not manager.drop_furthest_back()
+    assert {indexer, disk} == set(manager.snapshots.cursors)
 
 
 # Counters.

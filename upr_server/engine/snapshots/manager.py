@@ -181,23 +181,17 @@ class MutationManager:
 
     # Cursor drop.
 
-    def may_drop(self, cursor: Cursor) -> bool:
-        """Whether dropping this cursor is allowed and could free memory: it stands in a snapshot
-        older than any that the disk still needs."""
-        # A cursor level with the disk holds back nothing that the disk's cursor does not hold back
-        # too: to drop it would cost a backfill and free nothing.
-        is_behind_disk = cursor.oldest_entry.start < self.persistence.oldest_entry.start
-        return cursor.is_droppable and cursor in self.snapshots.cursors and is_behind_disk
-
     def droppable_cursors(self) -> list[Cursor]:
-        """The cursors that may be dropped and stand furthest back. O(cursors), and O(1) where the
-        disk needs the oldest snapshot."""
+        """The cursors that may be dropped and stand furthest back: in a snapshot older than any
+        that the disk still needs. One level with the disk holds back nothing that the disk's cursor
+        does not hold back too: to drop it would cost a backfill and free nothing. O(cursors), and
+        O(1) where the disk needs the oldest snapshot."""
         if self.persistence.oldest_entry is self.snapshots.entries[0]:
             # None is behind the disk. While that is slow, every partition of a bucket is asked in
             # one step, and 200 consumers have 200,000 cursors there.
             return []
-        # Only these: while any of them stays, dropping a cursor further on frees nothing. As
-        # `may_drop` says, but in one pass: 4,000 cursors are looked at in one step.
+        # Only these: while any of them stays, dropping a cursor further on frees nothing. In one
+        # pass: 4,000 cursors are looked at in one step.
         cursors: list[Cursor] = []
         oldest = self.persistence.oldest_entry.start
         for cursor in self.snapshots.cursors:
@@ -208,20 +202,9 @@ class MutationManager:
                 cursors.append(cursor)
         return cursors
 
-    def drop(self, cursor: Cursor) -> None:
-        """Cursor drop: removes a slow cursor, so that what it held can be freed. Its `next` then
-        asks for a backfill, and the stream goes on from disk.
-
-        Raises:
-            ValueError: It may not be dropped: see `may_drop`.
-        """
-        if not self.may_drop(cursor):
-            raise ValueError(f"{cursor!r} may not be dropped")
-        self.dropped_count += 1
-        cursor.drop()
-
     def drop_furthest_back(self) -> bool:
-        """Cursor drop of all `droppable_cursors`, which are not looked at again one by one.
+        """Cursor drop: removes all `droppable_cursors`, so that what they held can be freed. Their
+        `next` then asks for a backfill, and the streams go on from disk.
 
         Returns:
             Whether there were any.
