@@ -704,21 +704,34 @@ async def test_a_barrier_waits_for_what_the_queues_hold_before_it() -> None:
         nursery.cancel_scope.cancel()
 
 
+class SlowCount:
+    """Takes the place of `EntryReader.select`: begins, and goes on when it may.
+
+    Attributes:
+        has_begun: Set once the thread has begun to count.
+        may_go_on: To be set.
+        entry_count: How many entries were counted.
+    """
+
+    def __init__(self) -> None:
+        self.has_begun, self.may_go_on = trio.Event(), threading.Event()
+        self.entry_count = 0
+
+    def select(self, _selection: EntrySelection) -> Iterator[bytes]:
+        """Three steps of entries."""
+        trio.from_thread.run_sync(self.has_begun.set)
+        self.may_go_on.wait()
+        for _ in range(3 * COUNT_STEP):
+            self.entry_count += 1
+            yield b""
+
+
 async def test_a_count_that_nobody_waits_for_ends(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A count of many entries takes minutes. A stop of the indexer waited for it, and clients that
     gave up and asked again took one thread after the other."""
-    has_begun, may_go_on = trio.Event(), threading.Event()
-    counted = 0
-
-    def select(_reader: EntryReader, _selection: EntrySelection) -> Iterator[bytes]:
-        nonlocal counted
-        trio.from_thread.run_sync(has_begun.set)
-        may_go_on.wait()
-        for _ in range(3 * COUNT_STEP):
-            counted += 1
-            yield b""
+    slow_count = SlowCount()
 
     async with (
         a_server() as server,
@@ -727,13 +740,13 @@ async def test_a_count_that_nobody_waits_for_ends(
     ):
         await define(client, "d", {"n": BY_N})
         await until_ready(indexer, "d/n")
-        monkeypatch.setattr(EntryReader, "select", select)
+        monkeypatch.setattr(EntryReader, "select", slow_count.select)
         async with trio.open_nursery() as nursery:
             nursery.start_soon(ask, indexer, "d/n", Query(count=True, prefix=[1]))
-            await has_begun.wait()
+            await slow_count.has_begun.wait()
             nursery.cancel_scope.cancel()
-            may_go_on.set()
-    assert counted == COUNT_STEP
+            slow_count.may_go_on.set()
+    assert slow_count.entry_count == COUNT_STEP
 
 
 async def test_counts_leave_threads_for_what_keeps_a_slice_going(
@@ -779,16 +792,7 @@ async def test_a_count_of_an_index_that_is_dropped_ends(
 ) -> None:
     """The file is removed when nobody reads it, and until then the slice took in no definition: for
     minutes, where a count took so long."""
-    has_begun, may_go_on = trio.Event(), threading.Event()
-    counted = 0
-
-    def select(_reader: EntryReader, _selection: EntrySelection) -> Iterator[bytes]:
-        nonlocal counted
-        trio.from_thread.run_sync(has_begun.set)
-        may_go_on.wait()
-        for _ in range(3 * COUNT_STEP):
-            counted += 1
-            yield b""
+    slow_count = SlowCount()
 
     async def count_all_entries() -> None:
         with pytest.raises(NoIndexError):
@@ -801,15 +805,15 @@ async def test_a_count_of_an_index_that_is_dropped_ends(
     ):
         await define(client, "d", {"n": BY_N})
         await until_ready(indexer, "d/n")
-        monkeypatch.setattr(EntryReader, "select", select)
+        monkeypatch.setattr(EntryReader, "select", slow_count.select)
         async with trio.open_nursery() as nursery:
             nursery.start_soon(count_all_entries)
-            await has_begun.wait()
+            await slow_count.has_begun.wait()
             await indexer.designs.drop("d")
             definitions = indexer.slices[0].definitions
             await eventually(lambda: not definitions.names(), "it is dropped")
-            may_go_on.set()
-    assert counted == COUNT_STEP
+            slow_count.may_go_on.set()
+    assert slow_count.entry_count == COUNT_STEP
 
 
 @pytest.mark.parametrize("limit", [1, 10_000])

@@ -468,14 +468,19 @@ async def test_a_full_commit_takes_no_further_snapshot_of_several_chunks(
         ]
 
 
-async def test_a_snapshot_that_is_larger_than_a_commit_goes_to_disk_in_several(
-    autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Only with the last one is it on disk. Other partitions have their turn in between."""
+def _make_commits_small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of some 200 kB, and chunks of 500 bytes."""
     monkeypatch.setattr(flusher_module, "COMMIT_BYTES", 200_000)
     monkeypatch.setattr(flusher_module, "COMMIT_BYTES_MAX", 250_000)
     for module in (closed_snapshot, segment):
         monkeypatch.setattr(module, "SEGMENT_BYTES", 500)
+
+
+async def test_a_snapshot_that_is_larger_than_a_commit_goes_to_disk_in_several(
+    autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only with the last one is it on disk. Other partitions have their turn in between."""
+    _make_commits_small(monkeypatch)
     async with running(partitions=2, commit_s=0.25) as run:
         partition, (_, other) = run.partition, run.bucket.partitions
         reader = cursor_at(partition)
@@ -518,10 +523,7 @@ async def test_large_snapshots_of_like_size_go_to_disk_one_after_the_other(
 ) -> None:
     """By turns, none would be on disk before nearly all were, and no memory would be freed. One
     that is much smaller does not wait."""
-    monkeypatch.setattr(flusher_module, "COMMIT_BYTES", 200_000)
-    monkeypatch.setattr(flusher_module, "COMMIT_BYTES_MAX", 250_000)
-    for module in (closed_snapshot, segment):
-        monkeypatch.setattr(module, "SEGMENT_BYTES", 500)
+    _make_commits_small(monkeypatch)
     async with running(partitions=3, commit_s=0.25) as run:
         for partition, batches in zip(run.bucket.partitions, (12, 12, 3), strict=True):
             for batch in range(batches):
@@ -543,10 +545,7 @@ async def test_large_snapshots_of_like_size_go_to_disk_one_after_the_other(
 async def test_a_large_snapshot_waits_for_no_partition_that_has_begun_again(
     autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(flusher_module, "COMMIT_BYTES", 200_000)
-    monkeypatch.setattr(flusher_module, "COMMIT_BYTES_MAX", 250_000)
-    for module in (closed_snapshot, segment):
-        monkeypatch.setattr(module, "SEGMENT_BYTES", 500)
+    _make_commits_small(monkeypatch)
     async with running(partitions=2) as run:
         first, second = run.bucket.partitions
         second.restart_at(SeqNo(5))
