@@ -64,7 +64,7 @@ demo: $(INSTALLED) java ## write 336,776 flights with Spark, stream them to thre
 	$(BIN)/python -m deploy.demo
 
 test: $(INSTALLED) java ## run the tests (ARGS="-k name" for some of them)
-	$(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup --no-loadscope-reorder $(ARGS)
+	$(BIN)/python -m pytest -n $(WORKERS) --no-loadscope-reorder $(ARGS)
 
 check: $(INSTALLED) ## lint, types, who imports whom, generated documents
 	$(BIN)/ruff check $(SOURCES) .ci
@@ -89,7 +89,7 @@ bench: $(INSTALLED_BENCH) ## measure against the peers, over an hour (ROW=B1 for
 	$(BIN)/python -m benchmarks $(ROW)
 
 pure: $(INSTALLED) ## test chunks, wire and engine, and simulate 8 clusters, without the library in C
-	UPR_PURE_PYTHON=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup --no-loadscope-reorder $(ARGS) \
+	UPR_PURE_PYTHON=1 $(BIN)/python -m pytest -n $(WORKERS) --no-loadscope-reorder $(ARGS) \
 		--ignore=tests/engine/test_long_runs.py tests/protocol/chunk tests/protocol/wire tests/engine
 	UPR_PURE_PYTHON=1 $(BIN)/python -m tests.simulation --seeds 8
 

@@ -7,13 +7,14 @@ import os
 import signal
 import zlib
 from collections.abc import Awaitable, Callable, Iterator
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, Final
 
 import pytest
 import trio
 from hypothesis import HealthCheck, settings
+from xdist.scheduler import LoadFileScheduling
 
 from tests.kit import patience, refusals
 from tests.kit.certificates import Certificates
@@ -49,8 +50,29 @@ setattr(RequestContext, "refuse", refusals.refuse)  # noqa: B010
 CLOCKS: Final = {"autojump_clock", "mock_clock"}
 """Fixtures that are a test's clock."""
 
-SLOW: Final = ("system", "spark")
-"""Folders in which one file takes minutes."""
+HERE: Final = Path(__file__).parent
+
+SLOW: Final = ("system", "spark", "simulation", "indexer")
+"""Folders in which one file takes a minute. Their files begin in this order."""
+
+SPARK: Final = "spark"
+"""The group of the files that share a session of Spark."""
+
+
+@cache
+def _group(path: Path) -> str:
+    """What is run by one process, one test after the other: a file, or all files that share a
+    session of Spark, which takes long to start, and longer to become fast."""
+    return SPARK if "spark: SparkSession" in path.read_text() else str(path)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Has pytest-xdist give each process a group at a time. Its own `--dist loadgroup` knows no
+    groups with pytest 9.2: it writes them where pytest does not look any more."""
+    scheduling = LoadFileScheduling(config, log)
+    scheduling._split_scope = lambda test: _group(config.rootpath / test.partition("::")[0])
+    return scheduling
 
 
 def _run_on_clock(
@@ -63,16 +85,9 @@ def _run_on_clock(
     trio.run(main, **{**options, "clock": clock})
 
 
-@pytest.hookimpl(tryfirst=True)  # the processes of pytest-xdist look at the groups in theirs
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Says what is run by one process, one test after the other: a file, or all that shares a
-    session of Spark, which takes half a minute to start. What is slow begins first, or the other
-    processes would have nothing to do at the end."""
-    here = Path(__file__).parent
+    """Puts what is slow first, or the other processes would have nothing to do at the end."""
     for item in items:
-        path = item.path.relative_to(here)
-        shares_spark = "spark" in getattr(item, "fixturenames", ())
-        item.add_marker(pytest.mark.xdist_group("spark" if shares_spark else str(path)))
         if isinstance(item, pytest.Function) and CLOCKS & set(item.fixturenames):
             item.add_marker(pytest.mark.trio(run=partial(_run_on_clock, item)), append=False)
         # pytest-trio marks each test of its own, which counts more than the mark of a module.
@@ -80,9 +95,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(runs_again_if_long, append=False)
 
     def place(item: pytest.Item) -> int:
-        if "spark" in getattr(item, "fixturenames", ()):
+        if _group(item.path) == SPARK:
             return 0
-        return 1 if item.path.relative_to(here).parts[0] in SLOW else 2
+        folder = item.path.relative_to(HERE).parts[0]
+        return 1 + SLOW.index(folder) if folder in SLOW else 1 + len(SLOW)
 
     items.sort(key=place)
 
