@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Iterable, Iterator
+from functools import partial
 from typing import Final
 
 import attrs
@@ -37,25 +38,52 @@ class Cancellations:
         assert not missing_names, f"it was never cancelled in {sorted(missing_names)}"
 
 
-class _CancelAfter(trio.abc.Instrument):
-    """Cancels a scope once so many steps of any task were made.
+class _Canceller(trio.abc.Instrument):
+    """Cancels a scope before a step of any task.
 
     Attributes:
         inside: What `task` and the tasks below it waited for then.
     """
 
-    def __init__(self, scope: trio.CancelScope, steps: int) -> None:
-        self.inside: set[str] = set()
+    def __init__(self, scope: trio.CancelScope) -> None:
+        self.inside: frozenset[str] = frozenset()
         self._scope = scope
         self._task = trio.lowlevel.current_task()
         self._nurseries = set(self._task.child_nurseries)
-        self._steps = steps
 
     def before_task_step(self, task: trio.lowlevel.Task) -> None:
-        self._steps -= 1
-        if self._steps < 0 and not self._scope.cancel_called:
-            self.inside.update(_waited_for(self._task, self._nurseries))
+        if not self._scope.cancel_called and self._is_due():
+            self.inside = self._waited_for()
             self._scope.cancel()
+
+    def _is_due(self) -> bool:
+        raise NotImplementedError
+
+    def _waited_for(self) -> frozenset[str]:
+        return frozenset(_waited_for(self._task, self._nurseries))
+
+
+class _CancelAfter(_Canceller):
+    """Cancels once so many steps were made."""
+
+    def __init__(self, scope: trio.CancelScope, steps: int) -> None:
+        super().__init__(scope)
+        self._steps = steps
+
+    def _is_due(self) -> bool:
+        self._steps -= 1
+        return self._steps < 0
+
+
+class _CancelInside(_Canceller):
+    """Cancels as soon as one of these functions waits."""
+
+    def __init__(self, scope: trio.CancelScope, names: frozenset[str]) -> None:
+        super().__init__(scope)
+        self._names = names
+
+    def _is_due(self) -> bool:
+        return not self._names.isdisjoint(self._waited_for())
 
 
 def _waited_for(task: trio.lowlevel.Task, without: set[trio.Nursery]) -> Iterator[str]:
@@ -88,54 +116,47 @@ async def cancelled_at_each_step(
         undo: Done each time before anything is looked at: takes back what `work`, or `then`, may
             have done that has tasks of its own.
         every: So many steps more each time, for work of many steps. A sample takes thrice as many.
-        reaching: What must be cancelled inside. With `every` above 1 a pass may step over some of
-            these; then another pass begins one step later, until all were met.
+        reaching: What must be cancelled inside. With `every` above 1 that may step over some of
+            these: then it is done once more for each, and cancelled as soon as that waits.
     """
-    needed_names = {name_of(function) for function in reaching}
+    needed_names = frozenset(map(name_of, reaching))
     if every > 1 and needed_names:
         every *= effort(3, 1)
-    times = 0
-    inside: set[str] = set()
-    for first in range(every):
-        times += await _one_pass(work, look, then, undo, range(first, STEPS_MAX, every), inside)
-        if needed_names <= inside:
-            break
-    return Cancellations(times, frozenset(inside))
-
-
-async def _one_pass(
-    work: Callable[[], Awaitable[object]],
-    look: Callable[[], None] | None,
-    then: Callable[[], Awaitable[object]] | None,
-    undo: Callable[[], Awaitable[object]] | None,
-    cancelled_after: range,
-    inside: set[str],
-) -> int:
-    """Cancels `work` after each of these numbers of steps, until it gets through.
-
-    Returns:
-        How often it was cancelled.
-    """
     await trio.testing.wait_all_tasks_blocked()
     tasks = _tasks()
-    for times, steps in enumerate(cancelled_after):
+
+    async def inside_of(new_canceller: Callable[[trio.CancelScope], _Canceller]) -> frozenset[str]:
+        """What it was cancelled in; empty if it got through."""
         with trio.CancelScope() as scope:
-            instrument = _CancelAfter(scope, steps)
-            trio.lowlevel.add_instrument(instrument)
+            canceller = new_canceller(scope)
+            trio.lowlevel.add_instrument(canceller)
             try:
                 await work()
             finally:
-                trio.lowlevel.remove_instrument(instrument)
+                trio.lowlevel.remove_instrument(canceller)
         await _come_to_rest(tasks, undo)
         if look is not None:
             look()
         if then is not None:
             await then()
             await _come_to_rest(tasks, undo)
-        if not scope.cancel_called:
-            return times
-        inside |= instrument.inside
-    raise AssertionError(f"the work takes more than {STEPS_MAX} steps")
+        return canceller.inside
+
+    times = 0
+    inside: set[str] = set()
+    for steps in range(0, STEPS_MAX, every):
+        if not (new_inside := await inside_of(partial(_CancelAfter, steps=steps))):
+            break
+        times += 1
+        inside |= new_inside
+    else:
+        raise AssertionError(f"the work takes more than {STEPS_MAX} steps")
+    while missing_names := needed_names - inside:
+        if not (new_inside := await inside_of(partial(_CancelInside, names=missing_names))):
+            break
+        times += 1
+        inside |= new_inside
+    return Cancellations(times, frozenset(inside))
 
 
 async def _come_to_rest(tasks: int, undo: Callable[[], Awaitable[object]] | None) -> None:
