@@ -12,6 +12,7 @@ from upr_protocol.ids import HistoryId, Operation, PartitionId, SeqNo
 from upr_protocol.wire import ReplicaAck
 from upr_server.engine import Bucket, batch_of
 from upr_server.net.handlers.streams import SLICE_PARTITIONS, replica_ack
+from upr_server.net.report_wait import ReportWait
 from upr_server.net.request_context import RequestContext
 
 PARTITIONS = SLICE_PARTITIONS
@@ -39,6 +40,7 @@ def test_who_waits_for_many_partitions_is_answered_in_steps() -> None:
         replica_name="r",
         bucket=bucket,
         partition_maps=SimpleNamespace(is_replica=lambda *_arguments: True),
+        report_wait=ReportWait(),
         note_replica=lambda _partition: None,
         disk=SimpleNamespace(progress=SimpleNamespace(notify=lambda: None)),
     )

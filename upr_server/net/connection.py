@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
@@ -127,6 +128,8 @@ class AcceptedConnection:
         self._is_ready = False
         self._is_idle = False
         """Whether the writer waits for something to write."""
+        self._idle_scope: trio.CancelScope | None = None
+        """Around that wait, where the peer is a replica."""
         self._unwritten: Sequence[Buffer] = ()
         """What the socket has not taken yet."""
         self._is_lost = False
@@ -261,10 +264,21 @@ class AcceptedConnection:
                 length = YIELD_BYTES
             is_over = session.state not in _CONVERSING
             is_done = not self._unwritten and length < YIELD_BYTES and not self._write_pause_s
-            if is_done and not is_over:
+            if is_done and not is_over and self._ends_report_wait(now):
                 return length
         self._to_send.notify()
         return length
+
+    def _ends_report_wait(self, now: float) -> bool:
+        """Whether the idle writer goes on by itself when the wait for a replica's report ends; so
+        too if there is none."""
+        report_wait = self.context.report_wait
+        if not report_wait.holds_back(now):
+            return True
+        if self._idle_scope is None:
+            return False
+        self._idle_scope.deadline = report_wait.ends_at
+        return True
 
     # Reading.
 
@@ -549,7 +563,15 @@ class AcceptedConnection:
             if self.session.state is SessionState.CLOSED:
                 return
             self._is_idle = True
-            await to_send.wait()
+            report_wait = self.context.report_wait
+            if report_wait.was_used:
+                is_held = report_wait.holds_back(trio.current_time())
+                deadline = report_wait.ends_at if is_held else math.inf
+                with trio.CancelScope(deadline=deadline) as self._idle_scope:
+                    await to_send.wait()
+                self._idle_scope = None
+            else:
+                await to_send.wait()
             self._is_idle = False
 
     async def _flush(self) -> None:
@@ -607,9 +629,12 @@ class AcceptedConnection:
         """
         session, context, left_out = self.session, self.context, 0
         reply_bytes = session.outgoing_bytes
-        if session.state is _STREAMING:
+        if session.state is _STREAMING and not context.report_wait.holds_back(now):
             try:
                 left_out = context.streamer.step()
+                if context.streamer.has_fed_replica:
+                    # A step that ends before all was sent counts as a large batch.
+                    context.report_wait.note_sent(session.outgoing_bytes + left_out, now)
             except Exception:
                 log.exception("stream failed", peer=self.peer)
                 session.fail(

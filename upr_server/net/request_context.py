@@ -26,6 +26,7 @@ from upr_server.net.log_in import LogInExchange
 from upr_server.net.partition_request_queue import PartitionRequest
 from upr_server.net.refused_task_runs import RefusedTaskRuns
 from upr_server.net.replies import ReplyOrder
+from upr_server.net.report_wait import ReportWait
 from upr_server.net.resources import ServerResources
 from upr_server.net.streamer import Streamer, streams_in_steps
 from upr_server.storage.errors import StorageError
@@ -65,6 +66,7 @@ class RequestContext:
         replication_timeout_s: How long replicas may take to have a batch.
         statistics_of: The figures of a bucket, or of the server for an empty name, in steps.
         streamer: The connection's streams.
+        report_wait: The wait for a replica's report.
         reply_order: The replies to bundles that are owed.
         credit: The publisher's credit.
         backlog: What waits.
@@ -94,6 +96,7 @@ class RequestContext:
         self.replication_timeout_s = resources.replication_timeout_s
         self.statistics_of = resources.statistics_of
         self.streamer = Streamer(session, peer, wake)
+        self.report_wait = ReportWait()
         self.reply_order = ReplyOrder()
         self.credit = PublisherCredit(resources.credit_shares, session, wake)
         self.backlog = ConnectionBacklog(session, wake)

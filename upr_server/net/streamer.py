@@ -178,6 +178,7 @@ class Streamer:
     Attributes:
         disk_streams: Streams of which something that was read from disk is being sent: then
             `note_sent` is to be called once it was.
+        has_fed_replica: Whether the last step has ended snapshots that a replica will report.
     """
 
     __slots__ = (
@@ -190,6 +191,7 @@ class Streamer:
         "_streams",
         "_wake",
         "disk_streams",
+        "has_fed_replica",
     )
 
     def __init__(self, session: ServerSession, name: str, wake: Callable[[], None]) -> None:
@@ -198,6 +200,7 @@ class Streamer:
         self._wake = wake
         self._streams: dict[PartitionId, _Stream] = {}
         self.disk_streams: dict[_Stream, None] = {}
+        self.has_fed_replica = False
         self._is_closed = False
         self._current_stream: _Stream | None = None
         """The stream whose snapshot is being sent."""
@@ -333,6 +336,7 @@ class Streamer:
             The bytes of the rows that were left out; and where the step ends before all was sent,
             what the items cost beside their bytes.
         """
+        self.has_fed_replica = False
         if self._is_closed:
             return 0
         self._item_bytes = self._left_out_bytes = 0
@@ -493,6 +497,8 @@ class Streamer:
 
     def _send_end(self, stream: _Stream, end: SeqNo, snapshot: Chunk | None) -> None:
         partition_id = stream.partition.id
+        if stream.answers_from is not None:
+            self.has_fed_replica = True
         if snapshot is None:
             self._session.send(PartitionEnd(end, partition=partition_id, opaque=stream.opaque))
         else:
