@@ -43,7 +43,7 @@ class Replica:
 
 @asynccontextmanager
 async def a_replica() -> AsyncIterator[Replica]:
-    """It has got number 1, and has not reported it."""
+    """It has two changes, and has reported only the first."""
     server = make_server(node="a")
     async with connected(server, identity="replica:r") as peer, connected(server) as publisher:
         nodes = {"a": "127.0.0.1:1", "r": "127.0.0.1:2"}

@@ -264,14 +264,14 @@ class AcceptedConnection:
                 length = YIELD_BYTES
             is_over = session.state not in _CONVERSING
             is_done = not self._unwritten and length < YIELD_BYTES and not self._write_pause_s
-            if is_done and not is_over and self._ends_report_wait(now):
+            if is_done and not is_over and self._resumes_after_report(now):
                 return length
         self._to_send.notify()
         return length
 
-    def _ends_report_wait(self, now: float) -> bool:
-        """Whether the idle writer goes on by itself when the wait for a replica's report ends; so
-        too if there is none."""
+    def _resumes_after_report(self, now: float) -> bool:
+        """Has the idle writer wake when the wait for a replica's report times out, if there is such
+        a wait. Returns False where the writer itself must be woken to set that time."""
         report_wait = self.context.report_wait
         if not report_wait.holds_back(now):
             return True
