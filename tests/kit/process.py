@@ -95,6 +95,12 @@ class ServerProcess:
         events = [json.loads(line) for line in lines if not line.startswith("upr-server: ")]
         return [event for event in events if name in ("", event["event"])]
 
+    async def logged(self, name: str, count: int = 1) -> list[dict[str, Any]]:
+        """The log's events with this name, once there are so many at least. A server that runs
+        writes its log in a thread: what has just happened may not be there yet."""
+        await eventually(lambda: len(self.events(name)) >= count, f"{name!r} is in the log")
+        return self.events(name)
+
     @property
     def faults(self) -> list[dict[str, Any]]:
         """The log's events that speak of a fault of the server's own; that there are no descriptors

@@ -446,7 +446,7 @@ async def test_floods_of_requests_from_peers_that_do_not_read(
             for _ in range(8):
                 nursery.start_soon(flood)
         await until_gone(server)
-        assert len(server.events(SEND_TIMEOUT)) == 8
+        assert len(await server.logged(SEND_TIMEOUT, 8)) == 8
 
 
 async def test_consumers_that_do_not_read() -> None:

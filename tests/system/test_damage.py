@@ -123,8 +123,7 @@ async def test_a_flipped_bit_costs_only_the_damaged_data(tmp_path: Path) -> None
         expected = {key: all_items[key] for key in all_items if key not in in_partition(all_items)}
         assert await stream(server, other_partitions) == expected
         assert await stream(server, [DAMAGED]) == in_partition(FIRST)
-        names = [event["event"] for event in server.events()]
-        assert names.count(LOGGED[0]) == 1
+        assert len(await server.logged(LOGGED[0])) == 1
     # A later start knows of it, though the index has passed it.
     async with (
         server_process(data_dir=data, errors=LOGGED) as server,
@@ -280,7 +279,7 @@ async def test_a_damaged_record_refuses_its_partition_and_no_other(
             server_process(data_dir=data, errors=[REFUSED_PARTITION]) as server,
             connect(server.url(BUCKET)) as client,
         ):
-            (event,) = server.events(REFUSED_PARTITION)
+            (event,) = await server.logged(REFUSED_PARTITION)
             assert (event["bucket"], event["partition"]) == (BUCKET, DAMAGED)
             assert_same(await server_contents(client, expected), expected, PARTITIONS)
             assert await stream(server, other_partitions) == expected
@@ -321,7 +320,7 @@ async def test_a_damaged_lease_is_lost_and_no_other(tmp_path: Path) -> None:
         server_process(data_dir=data, errors=[LOST_LEASE]) as server,
         connect(server.url(BUCKET)) as client,
     ):
-        assert len(server.events(LOST_LEASE)) == 1
+        assert len(await server.logged(LOST_LEASE)) == 1
         assert (await client.stats(BUCKET))["leases"]["held"] == 1
         assert_same(await server_contents(client, FIRST), FIRST, PARTITIONS)
     # It is gone: nothing is logged of it again.

@@ -420,7 +420,7 @@ async def test_a_bucket_that_cannot_be_opened_is_refused_and_the_others_are_serv
     configured.write_text(f'[[buckets]]\nname = "{BUCKET}"\n')
     started = server_process("--config", str(configured), data_dir=data, errors=(DAMAGED_BUCKET,))
     async with started as server, connect(server.url()) as client:
-        (event,) = server.events(DAMAGED_BUCKET)
+        (event,) = await server.logged(DAMAGED_BUCKET)
         assert event["bucket"] == BUCKET
         assert (await client.stats())["damaged_buckets"] == {BUCKET: event["damage"]}
         for refused_call in (
@@ -552,8 +552,8 @@ async def test_a_full_disk_refuses_writes_and_serves_reads_until_it_has_room(
                     assert_same(mirror.contents, server_items, PARTITIONS)
                     written_items = server_items
                 nursery.cancel_scope.cancel()
-            names = [event["event"] for event in server.events()]
-            assert (names.count(FULL), names.count("disk has space again")) == (1, 1)
+            for name in (FULL, "disk has space again"):
+                assert len(await server.logged(name)) == 1
             before = await histories(server)
         async with server_process(data_dir=data, program=mounted.program) as server:
             await assert_served(server, written_items)
@@ -679,7 +679,7 @@ async def test_a_clean_stop_keeps_the_history_and_a_crash_begins_another(tmp_pat
     async with server_process(data_dir=data) as server:
         assert await histories(server) == first
         await assert_served(server, ITEMS)
-        (recovered,) = server.events("bucket recovered")
+        (recovered,) = await server.logged("bucket recovered")
         assert recovered["after"] == "a clean stop"
         server.kill()
         assert await server.wait() == -signal.SIGKILL
@@ -687,7 +687,7 @@ async def test_a_clean_stop_keeps_the_history_and_a_crash_begins_another(tmp_pat
         second = await histories(server)
         assert not set(first) & set(second)
         await assert_served(server, ITEMS)
-        (recovered,) = server.events("bucket recovered")
+        (recovered,) = await server.logged("bucket recovered")
         assert recovered["after"] == "an unclean stop: new histories"
         assert await server.stop(signal.SIGTERM) == 0
     async with server_process(data_dir=data) as server:
