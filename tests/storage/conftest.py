@@ -18,7 +18,10 @@ def log_and_index(request: pytest.FixtureRequest, tmp_path: Path) -> list[Ordere
     for name in ("log", "index"):
         if request.param == "lmdb":
             (tmp_path / name).mkdir()
-            maps.append(LmdbOrderedMap(tmp_path / name, bytes_max=1 << 28))
+            copies_values = name == "index"
+            maps.append(
+                LmdbOrderedMap(tmp_path / name, bytes_max=1 << 28, copies_values=copies_values)
+            )
         else:
             maps.append(SimulatedDisk())
     return maps

@@ -223,6 +223,26 @@ def test_an_entry_that_is_damaged_is_refused(
     assert [item.key for item in items] == [b"a"]
 
 
+def test_the_newest_numbers_are_those_of_single_entries_or_damaged(
+    disks: tuple[LoggedIndex, SimulatedDisk, SimulatedDisk],
+) -> None:
+    logged_index, _, index = disks
+    logged_index.commit([*sets(b"a", b"b", b"a"), row(Operation.DELETE, b"b", 4, 4)])
+    logged_index.follow()
+    keys = [b"b", b"missing", b"a", b"b"]
+    assert logged_index.index.newest_seqs(0, keys) == [4, 0, 3, 4]
+    assert logged_index.index.newest_seqs(1, keys) == [0, 0, 0, 0]
+    for bit in range(8 * 16):
+        index.flip_bit(index_entry_key(0, b"a"), bit)
+        with pytest.raises(CorruptionError):
+            logged_index.index.newest_seqs(0, keys)
+        index.flip_bit(index_entry_key(0, b"a"), bit)
+    with index.write() as transaction:
+        transaction.put(index_entry_key(0, b"a"), b"short")
+    with pytest.raises(CorruptionError, match="5 bytes"):
+        logged_index.index.newest_seqs(0, keys)
+
+
 def test_a_damaged_entry_that_was_deleted_expires_nothing(
     disks: tuple[LoggedIndex, SimulatedDisk, SimulatedDisk],
 ) -> None:

@@ -17,6 +17,7 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from operator import eq
 from typing import Final
 
 import msgspec
@@ -31,7 +32,6 @@ from upr_server.storage.records import (
     FLOOR,
     PURGE,
     SEQS_END,
-    KeyIndexEntry,
     LeaseRecord,
     chunk_head,
     chunk_key,
@@ -127,16 +127,16 @@ class Compaction:
         left_bytes: Counter[tuple[int, int]] = Counter()
         purged_tombstones: list[tuple[bytes, int]] = []
         for chunk in chunks:
-            entries = list(self._index.entries(partition, chunk.keys()))
             seqs = chunk.seqs.tolist()
-            keep = bytearray(
-                _is_kept(seq, entry, leased_ranges)
-                for seq, entry in zip(seqs, entries, strict=True)
-            )
+            newest_seqs = self._index.newest_seqs(partition, chunk.keys())
+            keep = bytearray(map(eq, seqs, newest_seqs))
+            if leased_ranges:
+                for row, seq in enumerate(seqs):
+                    keep[row] = keep[row] or _is_leased(seq, leased_ranges)
             if not self._has_left_superseded:
                 purged_tombstones += _purge(chunk, keep, purge_before_cas, high)
             if leased_ranges:
-                left_bytes.update(_left_bytes(chunk, entries, keep, leased_ranges))
+                left_bytes.update(_left_bytes(chunk, newest_seqs, keep, leased_ranges))
             if lapsed_leases:
                 dropped_seqs += [
                     seq for seq, is_kept in zip(seqs, keep, strict=True) if not is_kept
@@ -226,24 +226,21 @@ def _merged(ranges: SeqRanges) -> list[tuple[int, int]]:
     return merged_ranges
 
 
-def _is_kept(seq: int, entry: KeyIndexEntry | None, leased_ranges: list[tuple[int, int]]) -> bool:
-    # Without an entry the key had a tombstone that was purged. What is left of it is older.
-    if entry is not None and entry.seq == seq:
-        return True
+def _is_leased(seq: int, leased_ranges: list[tuple[int, int]]) -> bool:
     position = bisect_left(leased_ranges, (seq,)) - 1
     return position >= 0 and seq <= leased_ranges[position][1]
 
 
 def _left_bytes(
     chunk: Chunk,
-    entries: Sequence[KeyIndexEntry | None],
+    newest_seqs: Sequence[int],
     keep: bytearray,
     leased_ranges: list[tuple[int, int]],
 ) -> dict[tuple[int, int], int]:
     """About how many bytes of a chunk are superseded and kept for each leased range."""
     counts: Counter[tuple[int, int]] = Counter()
-    for seq, entry, is_kept in zip(chunk.seqs.tolist(), entries, keep, strict=True):
-        if is_kept and (entry is None or entry.seq != seq):
+    for seq, newest_seq, is_kept in zip(chunk.seqs.tolist(), newest_seqs, keep, strict=True):
+        if is_kept and newest_seq != seq:
             counts[leased_ranges[bisect_left(leased_ranges, (seq,)) - 1]] += 1
     return {
         leased_range: chunk.nbytes * count // chunk.count for leased_range, count in counts.items()

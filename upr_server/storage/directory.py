@@ -242,7 +242,7 @@ class DataDirectory:
     def _open(self, path: Path) -> tuple[OrderedMap, OrderedMap]:
         log = self._open_map(path / "log", is_summed=True)
         try:
-            index = self._open_map(path / "index")
+            index = self._open_map(path / "index", copies_values=True)
         except StorageError:
             log.close()
             raise
@@ -257,9 +257,15 @@ class DataDirectory:
                 raise
         return log, index
 
-    def _open_map(self, path: Path, *, is_summed: bool = False) -> LmdbOrderedMap:
+    def _open_map(
+        self, path: Path, *, is_summed: bool = False, copies_values: bool = False
+    ) -> LmdbOrderedMap:
         return LmdbOrderedMap(
-            path, readonly=self._readonly, bytes_max=self._bytes_max, is_summed=is_summed
+            path,
+            readonly=self._readonly,
+            bytes_max=self._bytes_max,
+            is_summed=is_summed,
+            copies_values=copies_values,
         )
 
     def create(self, name: str, fill: Callable[[OrderedMap, OrderedMap], None]) -> None:

@@ -7,7 +7,7 @@ how far the index has come; what is above it is in the hash table. A lost index 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import islice
 from typing import Final, NamedTuple
 
@@ -34,6 +34,7 @@ from upr_server.storage.records import (
     parse_expiry_key,
     parse_index_entry,
     parse_record,
+    parse_seqs,
     partition_key,
     with_checksum,
     without_checksum,
@@ -403,13 +404,17 @@ class KeyIndex:
                 )
         return items
 
-    def entries(self, partition: int, keys: Iterable[bytes]) -> Iterator[KeyIndexEntry | None]:
-        """The entry of each of these keys, tombstones included; None for one without an entry."""
+    def newest_seqs(self, partition: int, keys: Iterable[bytes]) -> list[int]:
+        """The sequence number of the newest mutation of each of these keys, tombstones included; 0
+        for one without an entry.
+
+        Raises:
+            CorruptionError: An entry is damaged.
+        """
+        prefix = index_entry_key(partition, b"")
+        entry_keys = [prefix + key for key in keys]
         with self.ordered_map.read() as transaction:
-            for key in keys:
-                entry_key = index_entry_key(partition, key)
-                value = transaction.get(entry_key)
-                yield None if value is None else KeyIndexEntry.parse(entry_key, value)
+            return parse_seqs(entry_keys, map(transaction.get, entry_keys))
 
     def find_expired(self, now: int, after: bytes, limit: int) -> tuple[list[ExpiredItem], bytes]:
         """Items that expired at `now` or before, by time. Left out are items whose records are

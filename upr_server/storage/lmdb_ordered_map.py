@@ -89,6 +89,7 @@ class LmdbOrderedMap:
             table of readers.
         is_summed: Whether commits keep a sum over all records, for `verify`. It costs them a
             look-up of everything that they replace.
+        copies_values: Whether what is read is copied, which is cheaper for short values.
 
     Raises:
         DataDirectoryError: It cannot be opened.
@@ -103,11 +104,13 @@ class LmdbOrderedMap:
         bytes_max: int = 0,
         is_alone: bool = False,
         is_summed: bool = False,
+        copies_values: bool = False,
     ) -> None:
         self._path = path
         self._is_readonly = readonly
         self._is_alone = is_alone
         self._is_summed = is_summed
+        self._copies_values = copies_values
         self._bytes_max = bytes_max
         self._reads_open = 0
         # Of each damaged record that changes the sum: its mark, and what that was before.
@@ -316,10 +319,15 @@ class LmdbOrderedMap:
 
     def _begin(self) -> lmdb.Transaction:
         try:
-            return self._env.begin(buffers=True)
+            return self._new_transaction()
         except lmdb.MapResizedError:
             self._follow_growth()
-            return self._env.begin(buffers=True)
+            return self._new_transaction()
+
+    def _new_transaction(self, *, write: bool = False) -> lmdb.Transaction:
+        if self._copies_values:
+            return self._env.begin(write=write)
+        return self._env.begin(write=write, buffers=True)
 
     @contextmanager
     def write(self, *, reserve_bytes: int = 0) -> Iterator[_WriteTransaction]:
@@ -330,7 +338,7 @@ class LmdbOrderedMap:
                     f"{self._path} has {self.free_bytes} bytes left; the last {reserve_bytes} "
                     "are for compaction"
                 )
-            with self._env.begin(write=True, buffers=True) as transaction:
+            with self._new_transaction(write=True) as transaction:
                 total = self._sum(transaction, transaction.id() - 1)
                 changes = _WriteTransaction(transaction, self._is_summed, self._marks_before_damage)
                 yield changes

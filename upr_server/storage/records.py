@@ -29,6 +29,7 @@ wrong place is as wrong as one with a flipped bit.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from struct import Struct
 from struct import error as StructError
 from typing import Any, Final, TypeVar
@@ -393,6 +394,28 @@ class KeyIndexEntry(msgspec.Struct, frozen=True):
         if crc != crc32c(key + bytes(value[:12])):
             raise CorruptionError(f"checksum mismatch in index entry {key!r}")
         return cls(abs(signed_seq), expiry, signed_seq < 0)
+
+
+def parse_seqs(keys: Iterable[bytes], values: Iterable[Buffer | None]) -> list[int]:
+    """The sequence number of each of these index entries; 0 in place of a missing one.
+
+    It does what `KeyIndexEntry.parse` does, for half the time: compaction looks at every key.
+
+    Raises:
+        CorruptionError: A value is damaged.
+    """
+    seqs: list[int] = []
+    for key, value in zip(keys, values, strict=True):
+        if value is None:
+            seqs.append(0)
+            continue
+        if len(value) == _ENTRY.size:
+            signed_seq, _, crc = _ENTRY.unpack(value)
+            if crc == crc32c(key + value[: _ENTRY_BODY.size]):
+                seqs.append(abs(signed_seq))
+                continue
+        seqs.append(KeyIndexEntry.parse(key, value).seq)
+    return seqs
 
 
 def parse_index_entry(value: Buffer) -> tuple[int, int]:
