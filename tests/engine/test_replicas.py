@@ -28,7 +28,7 @@ from upr_server.engine import (
 )
 from upr_server.engine.memory_account import MemoryAccount
 from upr_server.engine.publisher_answers import BATCHES_MAX, PublisherAnswers
-from upr_server.engine.repeated_batches import RepeatedBatches
+from upr_server.engine.repeated_batches import MOVED_MAX, RepeatedBatches
 from upr_server.engine.replica_progress import STEP_CALLS, ReplicaProgress
 
 NOW: Final = 1e9
@@ -243,6 +243,50 @@ def test_a_cut_keeps_the_later_answer_to_a_batch_below_it() -> None:
         assert batches.answers.truncate(SeqNo(19)) == [token]
         assert batches.is_new(again)
         batches.answers.check_invariants()
+
+
+@pytest.mark.parametrize("has_heard_of_it", [False, True])
+def test_a_replica_hears_of_a_batch_with_its_effect_though_its_answer_has_moved(
+    has_heard_of_it: bool,
+) -> None:
+    """A task runs again while a replica has yet to hear of its batch. Heard of with the later
+    answer only, the batch would be applied twice if the replica took over in between."""
+    token = WriterToken(bytes(16), 1)
+    result = MutateResult(HistoryId(1), SeqNo(20), SeqNo(20), Cas(20), attempt=1)
+    active, replica, late = (RepeatedBatches(MemoryAccount(), {}, SeqNo(0)) for _ in range(3))
+    active.remember(token, result, SeqNo(20))
+    if has_heard_of_it:
+        replica.add_received(active.answers_between(0, 20))
+    again = batch_of(Chunk.build([Mutation(Operation.SET, b"k", b"")]), token, attempt=2)
+    assert active.answer_unless_new(again, SeqNo(40)) is not None
+    heard = 20 if has_heard_of_it else 0
+    for start, end in ((heard, 30), (30, 40)):
+        replica.add_received(active.answers_between(start, end))
+        assert not replica.is_new(again)
+        replica.answers.check_invariants()
+    assert replica.answers.newest_attempt(token.writer) == 2
+    assert replica.answers_between(0, 40) == active.answers_between(0, 40)
+    # It may take over, and have replicas of its own.
+    late.add_received(replica.answers_between(0, 30))
+    assert not late.is_new(again)
+    # Undone, it is new.
+    for batches in (active, replica):
+        batches.answers.truncate(SeqNo(10))
+        assert batches.answers_between(0, 40) == []
+        assert batches.is_new(again)
+
+
+def test_moved_answers_are_bounded() -> None:
+    active = RepeatedBatches(MemoryAccount(), {}, SeqNo(0))
+    chunk = Chunk.build([Mutation(Operation.SET, b"k", b"")])
+    for number in range(1, MOVED_MAX + 3):
+        token = WriterToken(number.to_bytes(16), 1)
+        active.remember(
+            token, MutateResult(HistoryId(1), SeqNo(number), SeqNo(number), Cas(1)), SeqNo(number)
+        )
+        assert active.answer_unless_new(batch_of(chunk, token, attempt=2), SeqNo(500)) is not None
+    rows = active.answers_between(0, 499)
+    assert [seq for _, _, seq, _ in rows] == list(range(3, MOVED_MAX + 3))
 
 
 class Replicated(RuleBasedStateMachine):

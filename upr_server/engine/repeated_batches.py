@@ -7,6 +7,8 @@ Batches are recognised by their writer token. Deduplication by key is another ma
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from operator import itemgetter
+from typing import Final
 
 import msgspec
 
@@ -16,6 +18,12 @@ from upr_server.engine.batch import MutationBatch
 from upr_server.engine.memory_account import MemoryAccount
 from upr_server.engine.mutate_result import MutateResult, pack_result, unpack_result
 from upr_server.engine.publisher_answers import UNBOUNDED, PublisherAnswers, WriterToken
+
+MOVED_MAX: Final = 128
+"""Moved answers of which a partition knows where their batches had their effect. A writer moves one
+when its task runs again and its first batch was done before."""
+
+_NUMBER: Final = itemgetter(2)
 
 
 class RepeatedBatches:
@@ -32,7 +40,7 @@ class RepeatedBatches:
         answers: The answers that are remembered.
     """
 
-    __slots__ = ("answers",)
+    __slots__ = ("_moved_tokens", "answers")
 
     def __init__(
         self,
@@ -42,6 +50,9 @@ class RepeatedBatches:
         answers_bytes_max: int = UNBOUNDED,
     ) -> None:
         self.answers = PublisherAnswers(memory, answers_bytes_max)
+        # Batches whose answers were given again later, at higher numbers than their effects: the
+        # number of the effect, by token.
+        self._moved_tokens: dict[WriterToken, int] = {}
         for token, result in answers.items():
             # The disk keeps no high number with an answer. The result's last number is at most
             # that, so that a truncation that undoes the batch forgets the answer too.
@@ -124,6 +135,13 @@ class RepeatedBatches:
         token, answer = newest
         result = msgspec.structs.replace(unpack_result(answer), attempt=attempt)
         self.answers.replace_newest(token, pack_result(result), high, attempt)
+        self._note_moved(token, result)
+
+    def _note_moved(self, token: WriterToken, result: MutateResult) -> None:
+        if result.last_seq:
+            self._moved_tokens[token] = result.last_seq
+            if len(self._moved_tokens) > MOVED_MAX:
+                del self._moved_tokens[next(iter(self._moved_tokens))]
 
     def note_refused(self, token: WriterToken | None) -> None:
         """A batch was refused for a passing reason. What its publisher has sent behind it will be
@@ -141,6 +159,42 @@ class RepeatedBatches:
 
     # For replicas.
 
+    def answers_between(self, start: int, end: int) -> list[tuple[bytes, int, SeqNo, bytes]]:
+        """Answers given at high numbers of [`start`, `end`], and those to batches that had their
+        effect in (`start`, `end`] and were answered again later: a replica that has the effect must
+        know the batch. O(log answers), beside what is found.
+
+        Returns:
+            Writer, counter, number and answer, by number. One that was given again later has no
+            attempt: the replica hears of that with the later answer.
+        """
+        rows = self.answers.answers_between(start, end)
+        if not self._moved_tokens:
+            return rows
+        moved_tokens = [token for token, seq in self._moved_tokens.items() if start < seq <= end]
+        if moved_tokens:
+            known_tokens = {(writer, counter) for writer, counter, _, _ in rows}
+            rows += [
+                row
+                for token in moved_tokens
+                if (token.writer, token.counter) not in known_tokens
+                and (row := self._first_answer(token)) is not None
+            ]
+            rows.sort(key=_NUMBER)
+        return rows
+
+    def _first_answer(self, token: WriterToken) -> tuple[bytes, int, SeqNo, bytes] | None:
+        """The answer to a batch as it was at the number of its effect, but for the attempt; None if
+        it is forgotten."""
+        answer, _ = self.answers.answer_to(token)
+        if answer is None:
+            return None
+        result = msgspec.structs.replace(unpack_result(answer), attempt=0)
+        if result.last_seq != self._moved_tokens[token]:
+            # It was undone, and done again.
+            return None
+        return token.writer, token.counter, result.last_seq, pack_result(result)
+
     def add_received(self, rows: Iterable[tuple[bytes, int, SeqNo, bytes]]) -> None:
         """Keeps what another node gave as `answers_between`, for changes that come next or just
         came."""
@@ -153,5 +207,8 @@ class RepeatedBatches:
                 # It may be a later answer to a batch whose first answer never came here.
                 if 0 < result.last_seq < seq:
                     self.answers.note_applied(token, result.last_seq)
+                    self._note_moved(token, result)
             elif newest[0] == token and newest[1] != answer:
-                self.answers.replace_newest(token, answer, seq, unpack_result(answer).attempt)
+                result = unpack_result(answer)
+                self.answers.replace_newest(token, answer, seq, result.attempt)
+                self._note_moved(token, result)

@@ -469,9 +469,7 @@ class Streamer:
         """Sends a snapshot's end, or `snapshot` as a whole. A replica gets what publishers were
         answered before it, so that it has the answers as soon as the snapshot counts."""
         if stream.answers_from is not None:
-            answers = stream.partition.repeated_batches.answers.answers_between(
-                stream.answers_from, end
-            )
+            answers = stream.partition.repeated_batches.answers_between(stream.answers_from, end)
             stream.answers_from = end
             if answers:
                 stream.unsent_end = _UnsentEnd(answers, end, snapshot)
