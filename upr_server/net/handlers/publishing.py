@@ -68,6 +68,8 @@ as if it needed so much from disk."""
 _MEMORY: Final = Durability.MEMORY  # an enum's attributes are slow to look up
 _OK: Final = Status.OK
 
+_WITHOUT_REPLICAS: Final = {Durability.MEMORY: IN_MEMORY, Durability.PERSISTED: PERSISTED}
+
 _SENTENCES: Final = {
     Status.SUPERSEDED: "a later attempt of this writer has reached the partition",
     Status.TOKEN_TOO_OLD: "the partition has forgotten the result of this run",
@@ -140,6 +142,7 @@ class _BundleRequest(OrderedReply):
         "_results",
         "_rights_error",
         "_row_cost",
+        "_undurable_indexes",
         "_unfinished_count",
     )
 
@@ -154,7 +157,9 @@ class _BundleRequest(OrderedReply):
         """Why the client may not change the keys any more; None if it may."""
         self._results: list[RunResult | None] = [None] * len(self.partitions)
         self._lines = b""
-        """What became of the runs, as the kernel said, if all were applied and answered at once."""
+        """What became of the runs, as the kernel said, if all were applied together."""
+        self._undurable_indexes: list[int] = []
+        """Those of such runs that will not be on disk."""
         chunk = request.bundle.chunk
         self._row_cost = 1 + chunk.nbytes / chunk.count / BYTES_PER_COST
         self._unfinished_count = len(self.partitions)
@@ -173,14 +178,18 @@ class _BundleRequest(OrderedReply):
         run_count = len(self.partitions)
         run_indexes: Iterable[int] = range(run_count)
         if self._batches.columns.is_unconditional and min(bundle.row_counts) < LONG_RUN_ROWS:
-            lines, run_indexes = yield from self._set_runs()
-            if self._request.durability is _MEMORY:
-                if not run_indexes:
-                    self._lines, self._unfinished_count = lines, 0
-                    order.complete(self)
-                    return
-                if len(run_indexes) < run_count:
-                    self._set_results(lines)
+            targets = list[DurabilityTarget | None]()
+            lines, run_indexes = yield from self._set_runs(targets)
+            durability = self._request.durability
+            if run_indexes or durability not in _WITHOUT_REPLICAS:
+                self._take_lines(lines, targets)
+            elif durability is _MEMORY:
+                self._lines, self._unfinished_count = lines, 0
+                order.complete(self)
+                return
+            else:
+                self._lines = lines
+                self._await_disk()
         cost = 0
         for index in run_indexes:
             if cost >= SLICE_COST:
@@ -191,39 +200,51 @@ class _BundleRequest(OrderedReply):
         if self._unfinished_count and not is_owed:
             order.add(self)
 
-    def _set_runs(self) -> Generator[None, None, tuple[bytes, Sequence[int]]]:
+    def _set_runs(
+        self, targets: list[DurabilityTarget | None]
+    ) -> Generator[None, None, tuple[bytes, Sequence[int]]]:
         """Applies the runs of a plain bundle that can be applied together; yields where others
         should have their turn. Returns what became of each, zeros for those that are left, and
-        which are left."""
+        which are left. Adds to `targets` how durable each must be."""
         bundle, lines, run_indexes = self._request.bundle, b"", list[int]()
         low, cost, run_count = 0, 0.0, bundle.run_count
         # Mostly one slice has all of them.
         if PLAIN_RUN_COST * run_count + len(bundle) * self._row_cost > SLICE_COST:
             for index, row_count in enumerate(bundle.row_counts):
                 if cost >= SLICE_COST:
-                    lines += self._set_some(low, index, run_indexes)
+                    lines += self._set_some(low, index, run_indexes, targets)
                     yield
                     low, cost = index, 0.0
                 cost += PLAIN_RUN_COST + row_count * self._row_cost
-        lines += self._set_some(low, run_count, run_indexes)
+        lines += self._set_some(low, run_count, run_indexes, targets)
         return lines, run_indexes
 
-    def _set_some(self, low: int, high: int, run_indexes: list[int]) -> bytes:
+    def _set_some(
+        self,
+        low: int,
+        high: int,
+        run_indexes: list[int],
+        targets: list[DurabilityTarget | None],
+    ) -> bytes:
         """Applies those of the runs [`low`, `high`) that can be applied together, and adds the
         others to `run_indexes`."""
         context, batches, bundle = self._context, self._batches, self._request.bundle
         bucket = context.bucket
         if bucket is None or self._flusher.disk_full_reason or context.refused_task_runs:
             run_indexes += range(low, high)
+            targets += [None] * (high - low)
             return bytes(RESULT_BYTES * (high - low))
-        targets: Sequence[DurabilityTarget | None] = ()
         skipped_runs = None
-        if self._request.durability is not _MEMORY or context.may_have_earlier:
-            targets = [
+        common_target = _WITHOUT_REPLICAS.get(self._request.durability)
+        if common_target is not None and not context.may_have_earlier:
+            targets += [common_target] * (high - low)
+        else:
+            slice_targets = [
                 self._target_at_once(bucket, partition_id)
                 for partition_id in self.partitions[low:high]
             ]
-            skipped_runs = bytes(target is None for target in targets)
+            skipped_runs = bytes(target is None for target in slice_targets)
+            targets += slice_targets
         applied = apply_set_runs(
             bucket,
             batches.columns,
@@ -235,8 +256,6 @@ class _BundleRequest(OrderedReply):
             skip=skipped_runs,
         )
         run_indexes += [low + index for index in applied.remaining_indexes]
-        if self._request.durability is not _MEMORY:
-            self._await_lines(bucket, low, applied.answer_rows, targets)
         return applied.answer_rows
 
     def _target_at_once(self, bucket: Bucket, partition_id: PartitionId) -> DurabilityTarget | None:
@@ -253,27 +272,46 @@ class _BundleRequest(OrderedReply):
         except ServerError:
             return None
 
-    def _await_lines(
-        self,
-        bucket: Bucket,
-        low: int,
-        lines: bytes,
-        targets: Sequence[DurabilityTarget | None],
-    ) -> None:
-        """Runs from `low` on were applied together: each has its result once it is as durable as
-        was asked."""
-        results = decode_results(lines)
-        for index, (result, target) in enumerate(zip(results, targets, strict=True), low):
-            if result.history_id and target is not None:
-                call = partial(self._finish_plain, index, result)
+    def _take_lines(self, lines: bytes, targets: Sequence[DurabilityTarget | None]) -> None:
+        """Some runs were applied together: each has its result once it is as durable as was
+        asked."""
+        bucket = self._context.bucket
+        for index, (result, target) in enumerate(zip(decode_results(lines), targets, strict=True)):
+            if not result.history_id or target is None:
+                continue
+            call = partial(self._finish_plain, index, result)
+            if target is IN_MEMORY or bucket is None:
+                call(True, True)
+            else:
                 partition = bucket.partitions[result.partition]
                 call_when_durable(call, partition, self._flusher, result.last_seq, target)
 
-    def _set_results(self, lines: bytes) -> None:
-        """Notes the results of runs that were applied together, and are answered from memory."""
-        for index, result in enumerate(decode_results(lines)):
-            if result.history_id:
-                self._set_result(index, result)
+    def _await_disk(self) -> None:
+        """All runs were applied together: they are answered together when all are on disk."""
+        bucket = self._context.bucket
+        for index, result in enumerate(decode_results(self._lines)):
+            if bucket is None:
+                self._note_on_disk(index, False)
+            else:
+                call = partial(self._note_on_disk, index)
+                partition = bucket.partitions[result.partition]
+                self._flusher.call_when_persisted(partition, result.last_seq, call)
+
+    def _note_on_disk(self, index: int, is_on_disk: bool) -> None:
+        """One of the runs that are answered together is on disk, or will not be."""
+        if not is_on_disk or self._context.bucket is None:
+            self._undurable_indexes.append(index)
+        self._unfinished_count -= 1
+        if self._unfinished_count:
+            return
+        if self._undurable_indexes:
+            self._results = [*decode_results(self._lines)]
+            self._lines = b""
+            self._error = without_traceback(self._not_on_disk_error())
+            for undurable_index in self._undurable_indexes:
+                partition_id = self.partitions[undurable_index]
+                self._results[undurable_index] = RunResult(partition_id, self._error.status)
+        self._context.reply_order.complete(self)
 
     def _start(self, index: int) -> int:
         """Starts a run; returns what that has cost, in plain rows."""
