@@ -300,6 +300,31 @@ async def test_a_cookie_cannot_be_used_twice_at_once(
         consumer.send_barrier(b"mine")
 
 
+async def test_a_new_cookie_is_none_that_the_application_has_chosen(
+    net: FakeNet, server: FakeServer, autojump_clock: MockClock
+) -> None:
+    """Also of a barrier that came back already, which the application has yet to see."""
+    mirror = Mirror()
+    cookies: list[bytes] = []
+
+    async def process(consumer: Consumer) -> None:
+        async for event in consumer:
+            mirror.apply(event)
+            if isinstance(event, BarrierReached):
+                cookies.append(event.cookie)
+
+    async with consume(URL, dial=net.dial) as consumer, trio.open_nursery() as nursery:
+        consumer.send_barrier(b"upr-1")
+        await trio.testing.wait_all_tasks_blocked()
+        assert not len(consumer._streams.state.barriers)
+        fill(server, 10)
+        nursery.start_soon(process, consumer)
+        assert (await consumer.barrier()).cookie == b"upr-2"
+        assert mirror.contents == server.contents()
+        assert cookies == [b"upr-1"]
+        nursery.cancel_scope.cancel()
+
+
 async def test_barrier_waits_while_too_many_are_open(
     net: FakeNet, server: FakeServer, autojump_clock: MockClock
 ) -> None:

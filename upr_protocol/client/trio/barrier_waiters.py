@@ -17,11 +17,13 @@ from upr_protocol.limits import OPEN_BARRIERS_MAX
 class BarrierWaiters:
     """Sends barriers, and brings each back to the task that waits for it."""
 
-    __slots__ = ("_cookies", "_error", "_room", "_streams", "_waiters")
+    __slots__ = ("_application_cookies", "_cookies", "_error", "_room", "_streams", "_waiters")
 
     def __init__(self, streams: ConsumerStreams) -> None:
         self._streams = streams
         self._cookies = count(1)
+        self._application_cookies: set[bytes] = set()
+        """Of the barriers that the application sent, and has not seen come back."""
         self._waiters: dict[bytes, PendingReply[BarrierReached] | None] = {}
         """By cookie the waiter; None after it was cancelled."""
         self._room = trio.lowlevel.ParkingLot()
@@ -29,9 +31,24 @@ class BarrierWaiters:
         to wake all of them would be quadratic work."""
         self._error: UprError | None = None
 
-    def new_cookie(self) -> bytes:
+    def send(self, cookie: bytes | None) -> bytes:
+        """Sends a barrier that the application is to see. Returns its cookie: `cookie`, or a new
+        one.
+
+        Raises:
+            LocalProtocolError: Too many barriers are open, this one is, or the cookie is too long.
+        """
+        if cookie is None:
+            cookie = self._new_cookie()
+        self._streams.send_barrier(cookie)
+        self._application_cookies.add(cookie)
+        return cookie
+
+    def _new_cookie(self) -> bytes:
         """A cookie that no other barrier has."""
-        return b"upr-%d" % next(self._cookies)
+        while (cookie := b"upr-%d" % next(self._cookies)) in self._application_cookies:
+            pass
+        return cookie
 
     async def send_and_wait(self) -> BarrierReached:
         """Sends a barrier once fewer than 64 are open, and waits until it comes back.
@@ -46,7 +63,7 @@ class BarrierWaiters:
             await self._room.park()
         if self._error is not None:
             raise without_traceback(self._error)
-        cookie = self.new_cookie()
+        cookie = self._new_cookie()
         try:
             self._streams.send_barrier(cookie)
         except UprError:
@@ -67,6 +84,7 @@ class BarrierWaiters:
         """
         self._room.unpark()
         if event.cookie not in self._waiters:
+            self._application_cookies.discard(event.cookie)
             return False
         waiter = self._waiters.pop(event.cookie)
         if waiter is not None:

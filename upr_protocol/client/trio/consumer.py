@@ -236,10 +236,7 @@ class Consumer:
         Raises:
             LocalProtocolError: 64 barriers are open, or this one is.
         """
-        if cookie is None:
-            cookie = self._barriers.new_cookie()
-        self._streams.send_barrier(cookie)
-        return cookie
+        return self._barriers.send(cookie)
 
     async def barrier(self) -> BarrierReached:
         """Sends a barrier and waits until it comes back and everything before it is processed.
