@@ -11,12 +11,13 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Final
 
+import msgspec
 import structlog
 import trio
 
 from upr_protocol.concurrency import background_nursery, first_failure
 from upr_server.config import ServerConfig
-from upr_server.runtime import AuditLog, essential, is_loopback, run_until_signal
+from upr_server.runtime import AuditLog, essential, file_limit, is_loopback, run_until_signal
 from upr_server.storage.errors import DiskFullError
 from upr_server.storage.processes import open_store
 
@@ -25,6 +26,10 @@ if TYPE_CHECKING:
 
 COLLECT_S: Final = 0.1
 """Between two looks at what is young: a look takes 5 µs where there is nothing."""
+
+OTHER_FILES: Final = 256
+"""Open files besides the connections that are served: some 20 of the server's own, 100 connections
+that are refused at a time (`REFUSALS_MAX`), and those to other nodes."""
 
 log = structlog.get_logger(__name__)
 
@@ -68,6 +73,7 @@ async def serve(config: ServerConfig, on_listening: Callable[[Server], None]) ->
     Raises:
         StorageError: The disk cannot be used, or failed.
     """
+    config = _within_file_limit(config)
     servers: list[Server] = []
 
     def on_running(server: Server) -> None:
@@ -102,6 +108,27 @@ async def serve(config: ServerConfig, on_listening: Callable[[Server], None]) ->
         return ""
     log.error("mutations in memory are lost", reason=reason, mutations=unsaved)
     return reason
+
+
+def connections_within(files_max: int) -> int:
+    """How many connections may be open where `files_max` files may: if these are few, half."""
+    return max(files_max - OTHER_FILES, files_max // 2)
+
+
+def _within_file_limit(config: ServerConfig) -> ServerConfig:
+    """`config` with no more connections than there may be files. Those beyond would wait unheard,
+    where others are told that there are too many."""
+    files_max = file_limit()
+    connections_max = connections_within(files_max)
+    if connections_max >= config.connections_max:
+        return config
+    log.warning(
+        "fewer connections than connections_max: the system allows too few open files (ulimit -Hn)",
+        connections=connections_max,
+        connections_max=config.connections_max,
+        open_files=files_max,
+    )
+    return msgspec.structs.replace(config, connections_max=connections_max)
 
 
 @asynccontextmanager

@@ -687,9 +687,12 @@ async def test_one_connection_more_than_allowed() -> None:
 
 
 async def test_running_out_of_descriptors() -> None:
-    """The server may have 64, and 200 peers come. Those who were in stay in; the others wait,
-    unheard, and are heard once there is room."""
+    """The server may have 64, and says at its start that these are few; 200 peers come. Those who
+    were in stay in; others are refused or wait, unheard, and are heard once there is room."""
     async with attacked(descriptors_max=64) as server, AsyncExitStack() as stack:
+        (few,) = [event for event in server.events() if "open_files" in event]
+        assert "ulimit -Hn" in few["event"]
+        assert (few["connections"], few["connections_max"], few["open_files"]) == (32, 10_000, 64)
         strangers = []
         for _ in range(200):
             stream = await trio.open_tcp_stream(server.host, server.port)
