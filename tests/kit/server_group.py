@@ -192,9 +192,9 @@ class ServerGroup:
         replicators = partition_maps._buckets[BUCKET].replicators
         real = replicators.stop_all_but
 
-        async def stop_all_but(sources: object) -> None:
+        async def stop_all_but(*arguments: object) -> None:
             del replicators.stop_all_but
-            await real(sources)
+            await real(*arguments)
             call()
 
         replicators.stop_all_but = stop_all_but

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from types import SimpleNamespace
 from typing import Any, Final, cast
 
@@ -160,8 +159,8 @@ async def test_the_map_of_a_bucket_that_is_deleted_meanwhile_is_not_stored_for_t
         replicators = server.partition_maps._buckets["b"].replicators
         stop_all_but = replicators.stop_all_but
 
-        async def delete_meanwhile(sources: Mapping[str, roles.ReplicationSource]) -> None:
-            await stop_all_but(sources)
+        async def delete_meanwhile(*arguments: Any) -> None:
+            await stop_all_but(*arguments)
             await server.catalog.delete_bucket("b")
             await server.catalog.create_bucket("b", 1, server.catalog.quota_bytes_default)
 

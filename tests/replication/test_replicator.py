@@ -192,7 +192,7 @@ async def starts_after_a_full_disk(follower: Replica) -> set[SeqNo]:
     """Where streams are asked to begin once a map has ended a replication that found no room."""
     streams_before = len(follower.starts)
     with pytest.raises(DiskFullError):
-        await follower.assign(Assignment("c", {"b": ""}))
+        await follower.assign(Assignment("c"))
     await trio.sleep(REPLICATION_RETRY_S)
     return set(follower.starts[streams_before:])
 
@@ -219,6 +219,57 @@ async def test_a_map_is_refused_that_would_drop_what_waits_for_room(
         assert follower.partition.high_seq == 4
 
 
+async def test_a_map_is_refused_for_what_a_commit_under_way_finds_no_room_for(
+    autojump_clock: MockClock,
+) -> None:
+    """Nobody knows yet that the disk is full. The replica may be all that is left of the change."""
+    fenced = Assignment(replicas={"a": "", "b": ""}, lost_active="a")
+    async with replica() as follower:
+        await follower.receive(b"1")
+        await follower.persist()
+        map_before = follower.cluster.map
+        follower.store.is_full = True
+        follower.store.commit_s = 5.0
+        await follower.receive(b"2")
+        with pytest.raises(DiskFullError):
+            await follower.assign(fenced)
+        follower.cluster.map = map_before
+        follower.store.is_full = False
+        await trio.sleep(2 * follower.store.commit_s)
+        await follower.assign(fenced)
+        assert follower.partition.high_seq == 2
+
+
+async def test_a_replica_receives_nothing_while_a_map_waits_for_its_commit(
+    autojump_clock: MockClock,
+) -> None:
+    """Else a busy source could keep a map from being applied. Once the map is refused, the replica
+    goes on."""
+    async with replica() as follower, trio.open_nursery() as nursery:
+        await follower.receive(b"1")
+        await follower.persist()
+        follower.store.is_full = True
+        follower.store.commit_s = 5.0
+        await follower.receive(b"2")
+        new_map = follower.cluster.map.with_assignments({PARTITION: Assignment("c", {"b": ""})})
+
+        async def be_refused() -> None:
+            with pytest.raises(DiskFullError):
+                await follower.server.partition_maps.set_map(
+                    new_map.revision - 1, new_map.encode()
+                )
+            follower.store.is_full = False
+            follower.store.commit_s = 0.0
+
+        nursery.start_soon(be_refused)
+        await trio.sleep(1.0)
+        follower.source.put(b"3", b"value")
+        await trio.sleep(1.0)
+        assert not follower._has_reported()
+        await eventually(follower._has_reported, "it was received")
+        await follower.persist()
+
+
 async def test_a_node_whose_disk_is_full_can_give_its_copies_up(autojump_clock: MockClock) -> None:
     async with replica() as follower:
         await follower.receive(b"1")
@@ -237,7 +288,8 @@ async def test_a_node_whose_disk_is_full_can_give_its_copies_up(autojump_clock: 
 async def test_a_full_disk_takes_a_replica_back_to_what_was_committed(
     autojump_clock: MockClock,
 ) -> None:
-    """A map that ends the replication drops what finds no room then, so it is asked for again."""
+    """A map that gives the copy up drops what finds no room then, and is refused. So it is asked
+    for again."""
     async with replica() as follower:
         await follower.receive(b"1", b"2", b"3")
         await follower.persist()
@@ -482,7 +534,7 @@ async def test_a_full_disk_drops_a_chunk_that_waits_for_its_snapshots_end(
         follower.store.commit_s = 5.0
         await trio.sleep(1.0)
         with pytest.raises(DiskFullError):
-            await follower.assign(assignment, Assignment("a"))
+            await follower.assign(Assignment("a"), Assignment("a"))
         follower.store.is_full = False
         follower.store.commit_s = 0.0
         source.resume()
@@ -537,7 +589,7 @@ async def test_what_a_full_disk_drops_is_dropped_in_steps(autojump_clock: MockCl
         steps = WritingSteps()
         trio.lowlevel.add_instrument(steps)
         with pytest.raises(DiskFullError):
-            await follower.assign(*[Assignment("c", {"b": ""})] * count)
+            await follower.assign(*[Assignment("c")] * count)
         trio.lowlevel.remove_instrument(steps)
         assert steps.count > count // COLLECTED_PARTITIONS
 

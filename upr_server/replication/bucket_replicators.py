@@ -45,41 +45,39 @@ class BucketReplicators:
         """This node does not replicate the partition any more."""
         self._received_snapshots.pop(partition, None)
 
-    def check_room(
-        self, sources: Mapping[str, ReplicationSource], held_partitions: Collection[PartitionId]
+    async def stop_all_but(
+        self,
+        sources: Mapping[str, ReplicationSource],
+        held_partitions: Collection[PartitionId] = (),
     ) -> None:
-        """Checks that `stop_all_but` would drop nothing of `held_partitions` that waits for room on
-        a full disk.
-
-        Raises:
-            DiskFullError: It would.
-        """
-        for name, replicator in self._replicators.items():
-            if (
-                replicator.disk_full_reason
-                and sources.get(name) != replicator.source
-                and not replicator.source.partitions.keys().isdisjoint(held_partitions)
-            ):
-                raise DiskFullError(
-                    f"what came from {name} waits for room on disk: {replicator.disk_full_reason}"
-                )
-
-    async def stop_all_but(self, sources: Mapping[str, ReplicationSource]) -> None:
         """Stops the replicators that are not of `sources`, or replicate other partitions. What they
         received is on disk then.
 
         Raises:
-            DiskFullError: There was no room for all of it, and some is dropped. All the same these
-                replicators are stopped.
+            DiskFullError: There was no room for all of it. Replicators of `held_partitions` go on
+                then, and wait for room. What others have received is dropped, and they are stopped.
         """
+        ending = {
+            name: replicator
+            for name, replicator in self._replicators.items()
+            if sources.get(name) != replicator.source
+        }
+        given_up = {
+            name
+            for name, replicator in ending.items()
+            if replicator.source.partitions.keys().isdisjoint(held_partitions)
+        }
+        for name, replicator in ending.items():
+            if name not in given_up:
+                replicator.check_room()
         failure: DiskFullError | None = None
-        for name, replicator in list(self._replicators.items()):
-            if sources.get(name) != replicator.source:
+        for name, replicator in ending.items():
+            try:
+                await replicator.stop(may_drop=name in given_up)
+            except DiskFullError as error:
+                failure = error
+            if replicator.has_ended:
                 del self._replicators[name]
-                try:
-                    await replicator.stop()
-                except DiskFullError as error:
-                    failure = error
         if failure is not None:
             raise failure
 

@@ -166,10 +166,9 @@ class ClusteredBucket:
         held_partitions = {
             partition.id for partition, state in states.items() if state is not PartitionState.DEAD
         }
-        self.replicators.check_room(sources, held_partitions)
         # A replicator moves numbers and failover logs: those that end are to be settled before the
         # new logs are made of them.
-        await self.replicators.stop_all_but(sources)
+        await self.replicators.stop_all_but(sources, held_partitions)
         # The next active is told that everything up to the last number is here: a crash after this
         # must not take it back.
         await self._persist(list(demoted_logs))

@@ -117,13 +117,16 @@ class Replicator:
         self._dirty: dict[PartitionId, int] = {}
         self._dirty_bytes = 0
         self._became_dirty = Notifier()
+        # A commit has ended, or has found no room; or the replicator has ended, or goes on.
         self._written = Notifier()
         # Held by a commit, and by a rollback, which must not see half of one.
         self._commit_lock = trio.Lock()
         self._commits = 0
         # What the disk has; made by `run`.
         self._on_disk: dict[PartitionId, PartitionRecord] = {}
-        self._is_deleted = self._is_stopping = False
+        # Whether a commit has what it took out of `_dirty`.
+        self._is_committing = False
+        self._is_deleted = self._is_stopping = self._is_paused = False
         self._drop_reason = ""
 
     @property
@@ -156,6 +159,7 @@ class Replicator:
                     self._consumers.clear()
                     self._current_consumers.clear()
                     self._ended.set()
+                    self._written.notify()
 
     def cancel(self) -> None:
         """Ends it at once: the bucket was deleted."""
@@ -168,17 +172,60 @@ class Replicator:
         """The replicator will be stopped soon, and no longer waits while the disk is full."""
         self._is_stopping = True
 
-    async def stop(self) -> None:
-        """Ends it, and waits until what was received is on disk.
+    @property
+    def has_ended(self) -> bool:
+        """Whether nothing of it runs any more."""
+        return self._ended.is_set()
+
+    def check_room(self) -> None:
+        """Checks that nothing that was received waits for room on disk.
 
         Raises:
-            DiskFullError: There is no room for it; it is dropped.
+            DiskFullError: Something does.
         """
+        if self.disk_full_reason:
+            raise DiskFullError(
+                f"what came from {self._source_name} waits for room on disk: "
+                f"{self.disk_full_reason}"
+            )
+
+    async def stop(self, *, may_drop: bool) -> None:
+        """Ends it, and waits until what was received is on disk.
+
+        Args:
+            may_drop: Whether what finds no room on disk may be dropped. Otherwise the replicator
+                then goes on, and waits for room.
+
+        Raises:
+            DiskFullError: There is no room for all of it.
+        """
+        if not may_drop:
+            await self._settle()
         self._is_stopping = True
         self._scope.cancel()
         await self._ended.wait()
         if self._drop_reason:
             raise DiskFullError(self._drop_reason)
+
+    async def _settle(self) -> None:
+        """Waits until what was received is on disk, and receives nothing meanwhile: that would be
+        reported to the source, too. If there is no room, it receives again.
+
+        Raises:
+            DiskFullError: There is no room.
+        """
+        self._is_paused = True
+        await self._written.wait_until(
+            lambda: (
+                bool(self.disk_full_reason)
+                or self.has_ended
+                or not (self._dirty or self._is_committing)
+            )
+        )
+        if self.disk_full_reason:
+            self._is_paused = False
+            self._written.notify()
+        self.check_room()
 
     # Receiving.
 
@@ -209,6 +256,7 @@ class Replicator:
                 ) as consumer:
                     self._current_consumers[state] = consumer
                     async for event in consumer:
+                        await self._written.wait_until(lambda: not self._is_paused)
                         self._receive(consumer, event)
                         if isinstance(event, ChunkReceived):
                             await self._wait_for_room()
@@ -309,10 +357,14 @@ class Replicator:
         async with self._commit_lock:
             # `stop` waits for the commit: otherwise its data would be received again.
             with trio.CancelScope(shield=True):
-                writes = await self._collect()
-                if writes:
-                    await self._write_to_disk(writes)
-        self._written.notify()
+                self._is_committing = True
+                try:
+                    writes = await self._collect()
+                    if writes:
+                        await self._write_to_disk(writes)
+                finally:
+                    self._is_committing = False
+                    self._written.notify()
         if writes:
             self._disk.note_committed()
 
@@ -364,6 +416,7 @@ class Replicator:
                         "disk full; retrying", bucket=self._disk.bucket.name, error=str(error)
                     )
                 self.disk_full_reason = self.trouble = str(error)
+                self._written.notify()
             else:
                 if self.disk_full_reason and self.trouble == self.disk_full_reason:
                     self.trouble = ""
