@@ -144,10 +144,12 @@ async def _daemon(config: ServerConfig) -> AsyncIterator[Server]:
 
 
 def _unsaved_mutations(servers: Sequence[Server]) -> dict[str, int]:
-    """How many mutations of each bucket are in memory only, without the buckets that have none."""
-    return {
+    """How many mutations of each bucket are in memory only, or were received and dropped; without
+    the buckets that have none."""
+    counts = {
         bucket.name: disk.flusher.lag_mutations
+        + server.partition_maps.dropped_mutations(bucket.name)
         for server in servers
         for bucket, disk in server.catalog.disks.items()
-        if disk.flusher.lag_mutations
     }
+    return {name: count for name, count in counts.items() if count}

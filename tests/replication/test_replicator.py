@@ -51,7 +51,14 @@ from upr_server.replication.replicator import (
 )
 from upr_server.replication.roles import STEP_PARTITIONS
 from upr_server.runtime import System
-from upr_server.storage.calls import Commit, DeleteIndexEntries, StoreCall, Truncate
+from upr_server.startup import _unsaved_mutations
+from upr_server.storage.calls import (
+    Commit,
+    DeleteIndexEntries,
+    LoadBuckets,
+    StoreCall,
+    Truncate,
+)
 from upr_server.storage.errors import DiskFullError
 from upr_server.storage.online.bucket_disk import BucketDisk
 from upr_server.storage.online.flusher import STEP_ANSWERS
@@ -268,6 +275,26 @@ async def test_a_replica_receives_nothing_while_a_map_waits_for_its_commit(
         assert not follower._has_reported()
         await eventually(follower._has_reported, "it was received")
         await follower.persist()
+
+
+async def test_a_stop_on_a_full_disk_tells_what_it_drops(autojump_clock: MockClock) -> None:
+    """Else the server would end as if everything was on disk."""
+    followers: list[Replica] = []
+
+    async def live_and_stop() -> None:
+        async with replica() as follower:
+            followers.append(follower)
+            await follower.receive(b"1")
+            await follower.persist()
+            follower.store.is_full = True
+            await follower.receive(b"2")
+
+    with pytest.RaisesGroup(DiskFullError, flatten_subgroups=True):
+        await live_and_stop()
+    (follower,) = followers
+    assert _unsaved_mutations([follower.server]) == {BUCKET: 1}
+    (stored_bucket,) = (await SimulatedStore(follower.store.directory).ask(LoadBuckets())).buckets
+    assert stored_bucket.is_clean, "the disks were stopped, too"
 
 
 async def test_a_node_whose_disk_is_full_can_give_its_copies_up(autojump_clock: MockClock) -> None:

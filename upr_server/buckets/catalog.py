@@ -66,7 +66,11 @@ class MapLifecycle(Protocol):
         """A bucket was deleted."""
 
     async def stop(self) -> None:
-        """Stops replicating; what was received is on disk then."""
+        """Stops replicating; what was received is on disk then.
+
+        Raises:
+            DiskFullError: Some of it found no room, and is dropped.
+        """
 
     def is_suspect(self, bucket: str) -> bool:
         """Whether this node's stop must not count as a clean one."""
@@ -193,8 +197,7 @@ class BucketCatalog:
             for stored_bucket in loaded.buckets:
                 await self._recover(stored_bucket)
             yield
-            await maps.stop()
-            await self._stop_disks()
+            await self._stop()
             nursery.cancel_scope.cancel()
 
     async def _recover(self, stored_bucket: StoredBucket) -> None:
@@ -272,10 +275,14 @@ class BucketCatalog:
                 some_tokens = tokens[begin : begin + DELETED_ANSWERS_MAX]
                 await self._store.ask(DeleteAnswers(bucket.name, partition.id, some_tokens))
 
-    async def _stop_disks(self) -> None:
+    async def _stop(self) -> None:
         """Brings every bucket to disk, and marks those that are complete there. A bucket that finds
         no room does not keep the others from it."""
         failure: DiskFullError | None = None
+        try:
+            await self._maps.stop()
+        except DiskFullError as error:
+            failure = error
         for disk in self.disks.values():
             disk.flusher.stop()
         for bucket, disk in self.disks.items():

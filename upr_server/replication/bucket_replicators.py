@@ -36,6 +36,7 @@ class BucketReplicators:
         # What was received outlives the replicator that received it: another node may go on.
         self._received_snapshots: dict[PartitionId, ReceivedSnapshots] = {}
         self._replicators: dict[str, Replicator] = {}
+        self._dropped_mutations = 0
 
     def restore(self, partition: Partition, partial: PartialRecord) -> None:
         """The disk has the front of a snapshot of `partition`, which goes on from there."""
@@ -77,6 +78,7 @@ class BucketReplicators:
             except DiskFullError as error:
                 failure = error
             if replicator.has_ended:
+                self._dropped_mutations += replicator.dropped_mutations
                 del self._replicators[name]
         if failure is not None:
             raise failure
@@ -101,6 +103,8 @@ class BucketReplicators:
         self, sources: Mapping[str, ReplicationSource], nursery: trio.Nursery
     ) -> None:
         """Starts the replicators of `sources`, for which it was prepared, that do not run yet."""
+        # What was dropped before comes again.
+        self._dropped_mutations = 0
         for name, source in sources.items():
             if name in self._replicators:
                 continue
@@ -124,6 +128,13 @@ class BucketReplicators:
         """All are about to be stopped: none waits for a full disk any more."""
         for replicator in self._replicators.values():
             replicator.prepare_to_stop()
+
+    @property
+    def dropped_mutations(self) -> int:
+        """How many mutations were dropped at the end, as the disk was full."""
+        return self._dropped_mutations + sum(
+            replicator.dropped_mutations for replicator in self._replicators.values()
+        )
 
     def statistics(self) -> list[dict[str, object]]:
         """Figures of each replicator."""

@@ -128,6 +128,11 @@ class PartitionMaps:
             if name != self.node
         }
 
+    def dropped_mutations(self, bucket: str) -> int:
+        """How many received mutations of a bucket were dropped at the end: its disk was full."""
+        clustered_bucket = self._buckets.get(bucket)
+        return 0 if clustered_bucket is None else clustered_bucket.replicators.dropped_mutations
+
     def statistics(self, bucket: str) -> dict[str, object]:
         """Figures of one bucket; nothing when this node holds it alone."""
         clustered_bucket = self._buckets.get(bucket)
@@ -201,14 +206,20 @@ class PartitionMaps:
                     clustered_bucket.replicators.prepare_to_stop()
 
     async def stop(self) -> None:
-        """Stops replicating. What was received is on disk when this returns, or is dropped because
-        the disk is full."""
+        """Stops replicating. What was received is on disk when this returns.
+
+        Raises:
+            DiskFullError: Some of it found no room, and is dropped.
+        """
+        failure: DiskFullError | None = None
         for clustered_bucket in self._buckets.values():
             async with clustered_bucket.lock:
                 try:
                     await clustered_bucket.replicators.stop_all_but({})
                 except DiskFullError as error:
-                    log.error("disk full; dropping received mutations", error=str(error))
+                    failure = error
+        if failure is not None:
+            raise failure
 
     # Other maps.
 

@@ -82,6 +82,7 @@ class Replicator:
         source: Where it replicates from, and which partitions.
         trouble: Why it does not replicate now; empty while it does.
         disk_full_reason: Why there is no room on disk for what was received; empty while there is.
+        dropped_mutations: How many mutations it has dropped, as there was no room.
     """
 
     def __init__(
@@ -97,6 +98,7 @@ class Replicator:
         self.source = source
         self.trouble = ""
         self.disk_full_reason = ""
+        self.dropped_mutations = 0
         self._source_name = source_name
         self._server = server
         self._disk = disk
@@ -437,6 +439,8 @@ class Replicator:
     async def _drop_received(self) -> None:
         """Forgets what was received and is not on disk, in steps. O(partitions + answers)."""
         for count, (partition_id, record) in enumerate(list(self._on_disk.items()), 1):
+            received_seq = self._received_snapshots[partition_id].received_seq
+            self.dropped_mutations += received_seq - record.received_seq
             # In one step: what a stream that begins anew brings meanwhile is to be written.
             self._received_snapshots[partition_id] = ReceivedSnapshots.from_record(record)
             self._unmark_dirty(partition_id)
