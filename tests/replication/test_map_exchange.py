@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
-from typing import cast
+from typing import Any, cast
 
 import pytest
+import structlog
 import trio
 from trio.testing import MockClock
 
@@ -21,6 +22,8 @@ from upr_server.replication.map_exchange import ASK_INTERVAL_S, MAPS_TOLD_AT_ONC
 from upr_server.replication.node_connections import ASK_TIMEOUT_S, NodeConnections
 from upr_server.replication.partition_maps import PartitionMaps
 from upr_server.runtime import System
+from upr_server.storage.calls import PutPartitionMap, StoreCall
+from upr_server.storage.errors import DiskFullError
 from upr_server.storage.simulated import SimulatedDirectory, SimulatedStore
 
 PORT = 77
@@ -234,6 +237,46 @@ async def test_a_bucket_that_is_deleted_while_another_node_is_asked_stays_delete
         await server.partition_maps.set_map(0, partition_map.encode())
         await trio.sleep(2 * ASK_INTERVAL_S)
         assert server.catalog.disk_of("b") is None
+
+
+class FullStore(SimulatedStore):
+    """Finds no room for a partition map, while `is_full`. There is less room each time."""
+
+    is_full = False
+    refused_count = 0
+
+    async def wait(self, call: StoreCall[Any]) -> None:
+        await super().wait(call)
+        if self.is_full and isinstance(call, PutPartitionMap):
+            self.refused_count += 1
+            raise DiskFullError(f"{1000 - self.refused_count} bytes are left")
+
+
+async def test_a_map_that_finds_no_room_is_logged_once(
+    network: MemoryNetwork, autojump_clock: MockClock
+) -> None:
+    first_map = PartitionMap(
+        bucket="b",
+        revision=1,
+        nodes={"a": f"{HOST}:{PORT}", "c": f"{HOST}:{PORT + 2}"},
+        partitions=(Assignment("c", {"a": ""}),) * PARTITIONS,
+    )
+    store = FullStore()
+    async with node("c", "b", port=PORT + 2) as other, node("a", port=PORT, store=store) as server:
+        for maps in (other.partition_maps, server.partition_maps):
+            await maps.set_map(0, first_map.encode())
+        store.is_full = True
+        with structlog.testing.capture_logs() as lines:
+            for revision in (2, 3):
+                next_map = first_map.with_assignments({}, revision)
+                await other.partition_maps.set_map(revision - 1, next_map.encode())
+                await trio.sleep(5 * ASK_INTERVAL_S)
+        assert store.refused_count > 4
+        refusals = [line["error"] for line in lines if line["log_level"] == "error"]
+        assert len(refusals) == 2, "once for each map"
+        store.is_full = False
+        await trio.sleep(2 * ASK_INTERVAL_S)
+        assert server.partition_maps.revision("b") == 3
 
 
 async def test_a_node_that_was_removed_tells_nobody_its_map(

@@ -4,8 +4,7 @@ and tells its own map to a node that has lost it."""
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Awaitable, Callable
-from functools import partial
+from collections.abc import Awaitable
 from typing import Final
 
 import structlog
@@ -16,6 +15,7 @@ from upr_protocol.errors import CredentialsError, ServerError, Status, UprError
 from upr_protocol.partition_map import PartitionMap
 from upr_server.replication.node_connections import ASK_TIMEOUT_S, NodeConnections
 from upr_server.replication.partition_maps import PartitionMaps
+from upr_server.storage.errors import DiskFullError
 
 ASK_INTERVAL_S: Final = 2.0
 """How often one of the other nodes is asked, each in its turn."""
@@ -42,6 +42,8 @@ class MapExchange:
         self._partition_maps = partition_maps
         self._last_asked: dict[str, int] = defaultdict(int)
         self._logged: set[str] = set()
+        # By bucket a map that cannot be applied, and why: logged once.
+        self._refusals: dict[str, tuple[int, str]] = {}
         # Nodes that did not answer in this round: waited for once, not again for each bucket.
         self._silent_nodes: set[str] = set()
         # The buckets whose map is being told, by each node.
@@ -99,7 +101,7 @@ class MapExchange:
         revision = partition_maps.revision(bucket)
         nodes = partition_maps.other_nodes(bucket)
         if not nodes:
-            await self._try(partition_maps.confirm_map, bucket, revision)
+            await self._try(bucket, revision, partition_maps.confirm_map(bucket, revision))
             return
         answers: list[PartitionMap] = []
 
@@ -126,11 +128,11 @@ class MapExchange:
         if newest_map.revision > revision:
             await self._adopt(newest_map)
         elif newest_map.revision < revision or newest_map == partition_maps.map_of(bucket):
-            await self._try(partition_maps.confirm_map, bucket, revision)
+            await self._try(bucket, revision, partition_maps.confirm_map(bucket, revision))
 
     async def _adopt(self, their_map: PartitionMap) -> None:
-        adopt_map = partial(self._partition_maps.adopt_map, replaces_only=True)
-        await self._try(adopt_map, their_map)
+        adoption = self._partition_maps.adopt_map(their_map, replaces_only=True)
+        await self._try(their_map.bucket, their_map.revision, adoption)
 
     async def _fetch(
         self, connections: NodeConnections, name: str, host_port: str, bucket: str
@@ -213,8 +215,13 @@ class MapExchange:
             self._logged.add(sentence)
             log.warning(sentence)
 
-    async def _try(self, call: Callable[..., Awaitable[object]], *args: object) -> None:
+    async def _try(self, bucket: str, revision: int, application: Awaitable[object]) -> None:
         try:
-            await call(*args)
+            await application
+            self._refusals.pop(bucket, None)
         except UprError as error:
-            log.error("cannot apply the partition map", error=str(error))
+            # How full a disk is changes all the time.
+            reason = "full disk" if isinstance(error, DiskFullError) else str(error)
+            if self._refusals.get(bucket) != (revision, reason):
+                self._refusals[bucket] = revision, reason
+                log.error("cannot apply the partition map", bucket=bucket, error=str(error))

@@ -6,7 +6,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Final
 
-import structlog
 import trio
 
 from upr_protocol.client import Address, NodeClient
@@ -26,8 +25,6 @@ UNDO_MUTATIONS: Final = 64 * 1024
 """The newest mutations of a bucket that are left out of its index, so that they can be undone: at
 100,000 a second, more than half a second of what a replica may have ahead of another. On an active
 each takes some 150 bytes of memory for that time."""
-
-log = structlog.get_logger(__name__)
 
 
 class PartitionMaps:
@@ -295,11 +292,6 @@ class PartitionMaps:
                 revision = self.revision(their_map.bucket)
                 if their_map.revision <= revision or (replaces_only and not revision):
                     return False
-                log.info(
-                    "applying newer partition map",
-                    bucket=their_map.bucket,
-                    revision=their_map.revision,
-                )
                 await self._apply(their_map, is_from_operator=False)
         return True
 
