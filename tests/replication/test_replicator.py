@@ -262,9 +262,7 @@ async def test_a_replica_receives_nothing_while_a_map_waits_for_its_commit(
 
         async def be_refused() -> None:
             with pytest.raises(DiskFullError):
-                await follower.server.partition_maps.set_map(
-                    new_map.revision - 1, new_map.encode()
-                )
+                await follower.server.partition_maps.set_map(new_map.revision - 1, new_map.encode())
             follower.store.is_full = False
             follower.store.commit_s = 0.0
 

@@ -328,6 +328,41 @@ def test_maintenance_resumes_after_a_full_disk() -> None:
     assert refusal_count > 20
 
 
+def test_compaction_does_not_wait_for_an_index_that_finds_no_room() -> None:
+    """It may be what makes the room."""
+    log, index = SimulatedDisk(), SimulatedDisk()
+    bucket = new_bucket(log, index)
+    random, model = Random(12), Model(PARTITIONS)
+    for _ in range(40):
+        overwrite(bucket, model, random)
+    tidy(bucket, urgent=True)
+    for _ in range(100):
+        overwrite(bucket, model, random)
+    while not bucket.maintain(urgent=True, leases=(), purge_before_cas=NEVER).is_compaction:
+        pass
+
+    def refuse() -> None:
+        raise DiskFullError("no room")
+
+    index.fault = refuse
+    compactions, steps = bucket._compactions, list[MaintenanceStep]()
+
+    def maintain() -> None:
+        while True:
+            steps.append(bucket.maintain(urgent=True, leases=(), purge_before_cas=NEVER))
+
+    with pytest.raises(DiskFullError):
+        maintain()
+    assert bucket._due_compaction() is None, "everything was compacted"
+    assert bucket._compactions > compactions
+    assert all(step.is_compaction and step.has_more for step in steps)
+    assert any(step.full_reason for step in steps)
+    index.fault = None
+    tidy(bucket, urgent=True)
+    for partition, high in enumerate(model.highs):
+        model.check_read(bucket.log, partition, 0, high)
+
+
 def test_a_full_disk_is_compacted_below_the_usual_garbage_limit(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

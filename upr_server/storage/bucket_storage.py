@@ -85,6 +85,8 @@ class MaintenanceStep(msgspec.Struct, frozen=True):
         damage: The damage that it met in the partition; empty for none.
         is_stuck: Whether the partition's index is damaged, and follows its log no further.
         other_partitions: Other partitions that were indexed in the same commit.
+        full_reason: Why there was no room to index anything; empty if there was, or nothing was to
+            be indexed.
     """
 
     partition: int | None = None
@@ -97,6 +99,7 @@ class MaintenanceStep(msgspec.Struct, frozen=True):
     damage: str = ""
     is_stuck: bool = False
     other_partitions: Sequence[IndexProgress] = ()
+    full_reason: str = ""
 
 
 class _PartitionUsage(msgspec.Struct):
@@ -388,15 +391,27 @@ class BucketStorage:
         is, and no other: the step tells of it.
 
         Raises:
-            DiskFullError: There is not enough space; nothing has changed.
+            DiskFullError: There is not enough space, and nothing to compact that could make some;
+                nothing has changed.
         """
         self._count_unleased(leases)
         partition_behind = self._furthest_behind(urgent, keep_unindexed)
         compaction = self._due_compaction()
         broken_leases: Sequence[int] = ()
         other_partitions: Sequence[int] = ()
-        damage = ""
-        if compaction is not None and (partition_behind is None or self._compacts_next(urgent)):
+        damage = full_reason = ""
+        is_compaction = compaction is not None and (
+            partition_behind is None or self._compacts_next(urgent)
+        )
+        if partition_behind is not None and not is_compaction:
+            try:
+                other_partitions, damage = self._follow(partition_behind, keep_unindexed)
+            except DiskFullError as error:
+                if compaction is None:
+                    raise
+                # The index may have room only once this has made some.
+                full_reason, is_compaction = str(error) or "the disk is full", True
+        if compaction is not None and is_compaction:
             partition = compaction.partition
             try:
                 broken_leases, damage = self._compact(
@@ -405,11 +420,8 @@ class BucketStorage:
             except CorruptionError as error:
                 self._compaction = None
                 damage = str(error)
-            is_compaction = True
         elif partition_behind is not None:
             partition = partition_behind
-            other_partitions, damage = self._follow(partition_behind, keep_unindexed)
-            is_compaction = False
         else:
             return MaintenanceStep()
         usage = self._partitions[partition]
@@ -427,6 +439,7 @@ class BucketStorage:
             damage,
             usage.is_stuck,
             [self._index_progress(index) for index in other_partitions],
+            full_reason,
         )
 
     def _count_unleased(self, leases: Sequence[tuple[int, int, int]]) -> None:

@@ -151,7 +151,6 @@ class Maintenance:
             try:
                 async with self._step_lock:
                     has_more = await self._step()
-                self._disk_full_reason = ""
             except DiskFullError as error:
                 # Indexing can wait, and even compaction needs some space. But those who wait for
                 # the index must not.
@@ -213,7 +212,8 @@ class Maintenance:
             # takes the end on disk that the partition names for a state that the disk has.
             await commit_noted.wait()
         self._leases.mark_broken(step.broken_leases)
-        self._flusher.set_index_can_move(True)
+        self._disk_full_reason = step.full_reason
+        self._flusher.set_index_can_move(not step.full_reason)
         if step.partition is None:
             return False
         partition = self._bucket.partitions[step.partition]
