@@ -35,7 +35,7 @@ from upr_server.startup import serve
 from upr_server.storage.directory import default_data_dir, lock_for_reading
 from upr_server.storage.errors import DataDirectoryError, StorageError
 from upr_server.storage.offline.dump import DumpOptions
-from upr_server.storage.offline.findings import Problem, Progress
+from upr_server.storage.offline.findings import Problem, Progress, Stage
 from upr_server.storage.offline.first_users import save_first_users
 from upr_server.storage.offline.inspection import OutputClosedError, Task, bucket_names, inspect
 from upr_server.storage.offline.mend import DamagedPartition, empty_damaged_replicas
@@ -488,6 +488,9 @@ def dump_command(
         _say(str(problem))
     if inspected.problems:
         sys.exit(EXIT_FAILED)
+    if partition is not None and not inspected.stages:
+        place = "" if bucket is None else f" of bucket {bucket!r}"
+        raise click.UsageError(f"{data_dir} has no partition {partition}{place}")
 
 
 @main.command("restore", epilog=_RESTORE_EXITS)
@@ -551,7 +554,7 @@ class _Inspected:
 
     def __init__(self) -> None:
         self.problems: list[Problem] = []
-        self.buckets = self.chunks = self.chunk_bytes = self.records = 0
+        self.buckets = self.stages = self.chunks = self.chunk_bytes = self.records = 0
         self._shown_at = time.monotonic()
         self._on_terminal = sys.stderr.isatty()
 
@@ -589,7 +592,9 @@ def _inspect(data_dir: Path, bucket: str | None, task: Task, options: DumpOption
             for finding in inspect(data_dir, names, task, options):
                 if isinstance(finding, Problem):
                     inspected.problems.append(finding)
-                elif isinstance(finding, Progress):
+                elif isinstance(finding, Stage):
+                    inspected.stages += 1
+                else:
                     inspected.take(finding)
         inspected.clear()
     except DataDirectoryError as error:

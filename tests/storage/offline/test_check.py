@@ -475,7 +475,9 @@ def test_a_dump_may_be_of_one_partition_its_keys_or_its_history(data: Path) -> N
     history = rows("--history", "--partition", 1)
     assert len(history) > len(partition_rows)
     assert [row["seq"] for row in history] == sorted({int(str(row["seq"])) for row in history})
-    assert rows("--partition", 900) == []
+    refused = run("dump", "--data-dir", data, "--bucket", BUCKET, "--partition", 900)
+    assert refused.returncode == 2
+    assert f"{data} has no partition 900 of bucket '{BUCKET}'" in refused.stderr
 
 
 def test_a_closed_pipe_ends_a_dump_silently(data: Path) -> None:
