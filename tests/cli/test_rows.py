@@ -186,6 +186,14 @@ def test_a_file_that_is_not_parquet_is_refused() -> None:
         read(b"a,b\n1,2\n", "parquet")
 
 
+def test_parquet_with_two_columns_of_one_name_is_refused() -> None:
+    """A row would have only the last of them."""
+    sink = io.BytesIO()
+    pq.write_table(pa.Table.from_arrays([pa.array([1]), pa.array([2])], names=["a", "a"]), sink)
+    with pytest.raises(FileError, match="two columns are named 'a'"):
+        read(sink.getvalue(), "parquet")
+
+
 def test_a_damaged_parquet_file_is_refused() -> None:
     data = bytearray(parquet({"a": [str(n) for n in range(10_000)]}))
     data[100:2000] = bytes(1900)

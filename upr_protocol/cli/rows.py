@@ -94,10 +94,21 @@ def _read_csv(source: IO[bytes], null: frozenset[str]) -> tuple[list[str], Rows]
         raise FileError(f"the first line is not a CSV header: {error}") from error
     if not columns:
         raise FileError("the file is empty: a CSV file begins with a line of column names")
-    for column in columns:
-        if columns.count(column) > 1:
-            raise FileError(f"two columns are named {column!r}: rename one of them")
+    _check_names_differ(columns)
     return columns, _csv_rows(reader, columns, null)
+
+
+def _check_names_differ(columns: Sequence[str]) -> None:
+    """Makes sure that a row can hold every column: of two with one name it would hold the last.
+
+    Raises:
+        FileError: Two have one name.
+    """
+    names = set[str]()
+    for column in columns:
+        if column in names:
+            raise FileError(f"two columns are named {column!r}: rename one of them")
+        names.add(column)
 
 
 def _csv_rows(reader: Any, columns: list[str], null: frozenset[str]) -> Rows:
@@ -157,6 +168,7 @@ def _read_parquet(source: IO[bytes], null: frozenset[str]) -> tuple[list[str], R
         columns = list(file.schema_arrow.names)
     except (pa.ArrowException, OSError) as error:
         raise FileError(f"this is not a Parquet file: {error}") from error
+    _check_names_differ(columns)
 
     def rows() -> Rows:
         row = 0
