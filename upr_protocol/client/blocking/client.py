@@ -68,6 +68,9 @@ class BlockingClient(KeyOperations[WriteResult]):
     when the bucket is over its quota and no credit arrives in time, and `BrokenError` when the
     server cannot be reached for too long.
 
+    Once its bucket is deleted, requests raise `ServerError` with `NO_BUCKET` for as long as the
+    connection lasts, though a bucket of the same name is created later: make a new client then.
+
     Args:
         url: `upr://host:port/bucket`; without the bucket, for the calls about buckets only.
         identity: `what:who`, for the server's logs and statistics.

@@ -60,6 +60,9 @@ class Client(KeyOperations[Coroutine[Any, Any, WriteResult]]):
     again, and has one effect. Where several nodes hold the bucket, later requests go on with the
     nodes that are left: each waits for a while for the node of its partition.
 
+    Once its bucket is deleted, requests raise `ServerError` with `NO_BUCKET`, though another bucket
+    of that name is created later: make a new client then.
+
     A cancelled request is not undone: it may have reached the server. The connection stays good,
     and the client drops the answer when it arrives.
     """
