@@ -66,6 +66,9 @@ def test_requests_go_where_the_map_says(nodes: ThreadedCluster) -> None:
         items = kv.get_many(KEYS)
         assert [item and item.value for item in items] == [b"2"] * 60
         assert [row.partition for row in kv.seqnos()] == list(range(PARTITIONS))
+        with pytest.raises(ServerError) as refused:
+            kv.seqnos([1, 900])
+        assert refused.value.status is Status.NOT_MY_PARTITION
         assert [info.partition for info in kv.partitions()] == list(range(PARTITIONS))
         nodes.kill("a")
         nodes.move({3: Assignment(active="b")}, tell="bc")

@@ -200,6 +200,9 @@ async def test_seqnos_come_from_the_node_of_each_partition(
             (p.id, p.high) for p in cluster.any.partitions
         ]
         assert [row.partition for row in await client.seqnos([4, 1])] == [1, 4]
+        with pytest.raises(ServerError) as refused:
+            await client.seqnos([1, 900])
+        assert refused.value.status is Status.NOT_MY_PARTITION
         infos = client.partitions()
         assert [info.partition for info in infos] == list(map(PartitionId, range(6)))
         cluster.move({0: Assignment(active="b")})

@@ -223,7 +223,11 @@ class BlockingDispatcher:
     ) -> list[PartitionRow]:
         """Asks about partitions, each at the node that is active for it; about all when none are
         named."""
-        count = calls.check_partition_count(self.connect().handshake.partition_count)
+        connection = self.connect()
+        count = calls.check_partition_count(connection.handshake.partition_count)
+        if unknown_partitions := [partition for partition in partitions if partition >= count]:
+            # Any node refuses them, and says why.
+            return self._ask_on(connection, call_for(unknown_partitions))
         deadline = time.monotonic() + self._timeout_s
         while True:
             rows: list[PartitionRow] = []

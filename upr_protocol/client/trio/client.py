@@ -190,6 +190,10 @@ class Client(KeyOperations[Coroutine[Any, Any, WriteResult]]):
             partitions: The partitions.
             of_copies: Whether a node that is not active tells the numbers of its copy, instead of
                 refusing. With `follow_map=False` this shows how far one node is.
+
+        Raises:
+            ServerError: `NOT_MY_PARTITION`: the bucket does not have one of them.
+            BrokenError: One of them has had no active node for as long as a request waits for one.
         """
         return await self._dispatcher.ask_about(
             tuple(map(PartitionId, partitions)), partial(calls.seqnos, of_copies=of_copies)

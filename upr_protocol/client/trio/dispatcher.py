@@ -265,7 +265,10 @@ class RequestDispatcher:
             return await self.ask(call_for(partitions))
         deadline = trio.current_time() + self._retry_timeout_s
         rows: dict[PartitionId, PartitionRow] = {}
-        missing_partitions = set(partitions or self.partitions) & set(self.partitions)
+        missing_partitions = set(partitions or self.partitions)
+        if unknown_partitions := missing_partitions.difference(self.partitions):
+            # Any node refuses them, and says why.
+            return await self.ask(call_for(sorted(unknown_partitions)))
         while missing_partitions:
             channel, group = await self._next_group(missing_partitions, deadline)
             try:
