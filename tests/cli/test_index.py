@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.cli.conftest import Run
+from tests.client.test_index_client import a_node
 from tests.indexer.processes import indexer_process
 from upr_protocol.cli.index import split_expressions, trouble_of
 from upr_protocol.client import BlockingClient, WriteResult
@@ -99,6 +100,29 @@ def test_indexes_are_made_listed_scanned_and_dropped(
         pass
     refusal = run("index", "scan", "d/both", code=3)
     assert refusal.stderr == "upr: there is no index d/both; `upr index list` names all\n"
+
+
+@pytest.mark.parametrize(
+    ("options", "ids", "page_count"),
+    [((), "ab", 2), (("--limit", "2"), "ab", 2), (("--limit", "1"), "a", 1)],
+)
+def test_the_pages_of_a_scan_are_of_one_moment(
+    run: Run, options: tuple[str, ...], ids: str, page_count: int
+) -> None:
+    """A page of a later moment may lack an entry, or have it once more under another key."""
+    first_page = b'{"entries":[{"key":[1],"id":"a"}],"continuation":"c","moment":"m"}'
+    last_page = b'{"entries":[{"key":[2],"id":"b"}],"moment":"m"}'
+    pages = [(200, first_page), (200, last_page)][:page_count]
+    with a_node(*pages, (200, b"{}")) as node:
+        scanned = run("index", "scan", "d/i", *options, "--indexer", node.url)
+    assert "".join(document_id for _, document_id in lines(scanned.stdout)) == ids
+    assert node.paths == [*(["/v1/indexes/d/i/scan"] * page_count), "/v1/moments/m"]
+    first_query, *later_queries = map(json.loads, node.bodies[:page_count])
+    assert first_query["consistency"] == "now"
+    assert first_query["hold_s"] > 0
+    for query in later_queries:
+        assert (query["moment"], query["continuation"]) == ("m", "c")
+        assert "consistency" not in query
 
 
 def test_a_bad_definition_is_refused_with_its_place(indexer: str, run: Run, tmp_path: Path) -> None:

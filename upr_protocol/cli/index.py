@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
+from itertools import islice
 from pathlib import Path
 from typing import Any, Final, Literal
 
@@ -24,8 +25,6 @@ URL_DEFAULT: Final = "http://127.0.0.1:12080"
 
 _BAD_INPUTS: Final = frozenset({"bad_definition", "bad_query"})
 """Error codes of the indexer that tell of a mistake on the command line."""
-
-_PAGE_ENTRIES: Final = 1000
 
 _ENTRIES_MAX: Final = 10_000
 """The most entries of one answer."""
@@ -437,13 +436,13 @@ def scan(
         "timeout_s": timeout,
     }
     summary_options: dict[str, Any] = {"count": count, "min_key": min_key, "max_key": max_key}
+    page_limit = min(limit or _ENTRIES_MAX, _ENTRIES_MAX)
     with _indexer(url) as client:
         if explain:
-            page_limit = None if is_summary else min(limit or _ENTRIES_MAX, _ENTRIES_MAX)
             explain_options: dict[str, Any] = {
                 **summary_options,
                 "descending": descending,
-                "limit": page_limit,
+                "limit": None if is_summary else page_limit,
             }
             print_json(client.explain(name, **explain_options, **range_, **freshness), indent=2)
             return
@@ -451,20 +450,9 @@ def scan(
             summary = client.summarize(name, **summary_options, **range_, **freshness)
             print_json(summary.count if count and not (min_key or max_key) else summary)
             return
-        continuation, remaining = "", limit
-        while remaining is None or remaining > 0:
-            page = client.scan(
-                name,
-                **range_,
-                **freshness,
-                descending=descending,
-                limit=min(_PAGE_ENTRIES, remaining or _PAGE_ENTRIES),
-                continuation=continuation,
-            )
-            for entry in page.entries:
+        entries = client.scan_all(
+            name, **range_, **freshness, descending=descending, limit=page_limit
+        )
+        with closing(entries):
+            for entry in islice(entries, limit):
                 print_json(entry)
-            continuation = page.continuation
-            if not continuation:
-                return
-            if remaining is not None:
-                remaining -= len(page.entries)

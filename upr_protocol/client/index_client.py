@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import suppress
 from typing import Any, Final, Literal, Self, TypedDict, TypeVar, Unpack
 from urllib.parse import quote
@@ -228,8 +228,8 @@ class IndexClient:
 
     def scan_all(
         self, name: str, *, hold_s: float = HOLD_S_DEFAULT, **options: Any
-    ) -> Iterator[IndexEntry]:
-        """All entries, page by page, of one moment of the index.
+    ) -> Generator[IndexEntry, None, None]:
+        """All entries, page by page, of one moment of the index. Closing this lets the moment go.
 
         Args:
             name: The index.
