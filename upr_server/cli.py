@@ -232,8 +232,8 @@ def conformance_command(
     )
 
     if is_list and client is None and server is None:
-        click.echo("\n".join(("With --client:", *CLIENT_SCENARIOS)))
-        click.echo("\n".join(("", "With --server:", *server_scenario_names())))
+        _print("\n".join(("With --client:", *CLIENT_SCENARIOS)))
+        _print("\n".join(("", "With --server:", *server_scenario_names())))
         return
     if (client is None) == (server is None):
         raise click.UsageError("give either --client or --server")
@@ -250,7 +250,7 @@ def conformance_command(
     if unknown := set(scenarios) - set(names):
         raise click.UsageError(f"there is no scenario {min(unknown)!r}; --list prints the names")
     if is_list:
-        click.echo("\n".join(names))
+        _print("\n".join(names))
         return
 
     async def play() -> int:
@@ -259,7 +259,7 @@ def conformance_command(
             async for verdict in verdicts:
                 failed += bool(verdict.failure)
                 line = f"FAILED  {verdict.scenario}: {verdict.failure}"
-                print(line if verdict.failure else f"ok      {verdict.scenario}", flush=True)
+                _print(line if verdict.failure else f"ok      {verdict.scenario}")
         return failed
 
     try:
@@ -286,7 +286,7 @@ def _command(text: str) -> list[str]:
 def config_command(config_path: Path | None, **options: Any) -> None:
     """Print the settings that `serve` would use, as a TOML file, and which kernel it would run."""
     settings = _config(config_path, **options).to_toml()
-    click.echo(f"# kernel: {upr_kernel.BUILD}\n{settings}", nl=False)
+    _print(f"# kernel: {upr_kernel.BUILD}\n{settings}", nl=False)
 
 
 _PROGRESS_S = 0.2
@@ -294,7 +294,7 @@ _PROGRESS_S = 0.2
 _CHECK_EXITS = """\b
 Exit codes:
   0    no problems
-  1    problems, one per line on standard output
+  1    problems, one per line on standard output, or the output cannot be written
   2    wrong usage: check the command line
   130  interrupted by Ctrl-C
 """
@@ -404,7 +404,7 @@ def init_command(
         _say(str(first_failure(errors)))
         sys.exit(EXIT_FAILED)
     names = ", ".join(users.users)
-    click.echo(f"{data_dir} has the users of revision {users.revision}: {names}")
+    _print(f"{data_dir} has the users of revision {users.revision}: {names}")
 
 
 def _first_users(name: str, password_file: str | None, *, certificate_only: bool) -> Users:
@@ -455,11 +455,11 @@ def check_command(data_dir: Path) -> None:
     """
     inspected = _inspect(data_dir, None, "check", DumpOptions())
     for problem in inspected.problems:
-        click.echo(str(problem))
+        _print(str(problem))
     if inspected.problems:
         _say(f"{data_dir} has {len(inspected.problems)} problems")
         sys.exit(EXIT_FAILED)
-    click.echo(f"{data_dir} has no problems: {inspected.summary()}")
+    _print(f"{data_dir} has no problems: {inspected.summary()}")
 
 
 @main.command("dump", epilog=_DUMP_EXITS)
@@ -518,8 +518,8 @@ def restore_command(data_dir: Path, new_histories: bool) -> None:
         _say(str(error))
         sys.exit(EXIT_FAILED)
     for bucket in buckets:
-        click.echo(f"{bucket.name}: {bucket.partition_count} partitions begin new histories")
-    click.echo(f"{data_dir} is ready to be served")
+        _print(f"{bucket.name}: {bucket.partition_count} partitions begin new histories")
+    _print(f"{data_dir} is ready to be served")
 
 
 @main.command("mend", epilog=_MEND_EXITS)
@@ -538,13 +538,13 @@ def mend_command(data_dir: Path) -> None:
     try:
         for partition in empty_damaged_replicas(data_dir):
             # At once: an error that follows must not hide what was emptied already.
-            click.echo(str(partition))
+            _print(str(partition))
             damaged.append(partition)
     except StorageError as error:
         _say(f"{error}; run `upr-server check`")
         sys.exit(EXIT_FAILED)
     if not damaged:
-        click.echo(f"{data_dir} has no damaged chunks")
+        _print(f"{data_dir} has no damaged chunks")
     if not all(partition.is_emptied for partition in damaged):
         sys.exit(EXIT_FAILED)
 
@@ -609,3 +609,15 @@ def _inspect(data_dir: Path, bucket: str | None, task: Task, options: DumpOption
 
 def _say(sentence: str) -> None:
     click.echo(f"upr-server: {sentence}", err=True)
+
+
+def _print(text: str, *, nl: bool = True) -> None:
+    """Prints on standard output. If it cannot be written, that ends the command."""
+    try:
+        click.echo(text, nl=nl)
+    except OSError as error:
+        _discard_output()
+        if isinstance(error, BrokenPipeError):
+            sys.exit(EXIT_BROKEN_PIPE)
+        _say(f"the output cannot be written: {error.strerror}")
+        sys.exit(EXIT_FAILED)

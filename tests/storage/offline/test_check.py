@@ -253,6 +253,21 @@ def test_a_dump_without_room_does_not_speak_of_damage(data: Path) -> None:
     assert "backup" not in dumped.stderr
 
 
+@pytest.mark.parametrize("command", ["check", "config"])
+def test_an_output_without_room_is_one_sentence(data: Path, command: str) -> None:
+    with open("/dev/full", "wb") as full:
+        ended = subprocess.run(
+            [*COMMAND, command, "--data-dir", str(data)],
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            timeout=60,
+            check=False,
+        )
+    assert ended.returncode == 1
+    assert ended.stderr == "upr-server: the output cannot be written: No space left on device\n"
+
+
 def test_a_dump_continues_after_a_truncated_part(data: Path) -> None:
     whole = run("dump", "--data-dir", data).stdout.splitlines()
     path = file_of(data, "log")
