@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -58,3 +59,27 @@ def test_records_are_replaced_at_once(tmp_path: Path) -> None:
     log.append(b"four")
     log.close()
     assert records_of(path) == [b"two", b"three", b"four"]
+
+
+def test_ctrl_c_leaves_nothing_of_the_record_that_it_interrupts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An application's own thread may write: `RollbackConsumer.flush_received_keys`."""
+    path = tmp_path / "records"
+    log, _ = ChecksummedFile.open(path)
+    log.append(b"one")
+
+    def append_and_fail(record: bytes, error: type[BaseException]) -> None:
+        def fail(_file: int) -> None:
+            raise error
+
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "fsync", fail)
+            with pytest.raises(error):
+                log.append(record)
+
+    append_and_fail(b"two", KeyboardInterrupt)
+    log.append(b"three")
+    append_and_fail(b"four", OSError)
+    log.close()
+    assert records_of(path) == [b"one", b"three"]

@@ -64,10 +64,11 @@ class ChecksummedFile:
             while unwritten_data:
                 unwritten_data = unwritten_data[os.write(self._file, unwritten_data) :]
             os.fsync(self._file)
-        except OSError:
+            self.nbytes += len(data)
+        except BaseException:
+            # Ctrl-C, too: a later failure would else cut off a part of what was written before.
             os.ftruncate(self._file, self.nbytes)
             raise
-        self.nbytes += len(data)
 
     def replace(self, records: Iterable[bytes]) -> None:
         """Replaces all records by others, atomically.
