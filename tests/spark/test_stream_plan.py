@@ -1122,6 +1122,25 @@ def test_a_query_that_is_to_end_ends_with_all_keys_after_a_failover(
     assert contents == newest
 
 
+def test_a_query_that_is_to_end_notices_another_node_that_grants_its_lease() -> None:
+    """That has compacted as it liked: up to the old end it has no row of a key that has changed
+    again behind it."""
+    driver = written(1, 10)
+    reader = reader_of(driver)
+    reader.prepareForTriggerAvailableNow()
+
+    def take_over() -> None:
+        write_rows(driver, 0, 10)
+        driver.take_over(0)
+
+    driver.before_next_lease = take_over
+    end = reader.latestOffset(reader.initialOffset(), ReadAllAvailable())
+    (task,) = reader.partitions(reader.initialOffset(), end)
+    assert ranges_of([task]) == [(0, 0, 20, None)]  # type: ignore[list-item]
+    assert reader.latestOffset(end, ReadAllAvailable()) is end
+    assert len(driver.leases) == 1
+
+
 def test_a_stream_begins_at_a_time() -> None:
     driver = written(2, 5)
     noon = datetime(2026, 1, 31, 12, tzinfo=UTC)

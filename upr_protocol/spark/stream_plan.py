@@ -246,7 +246,7 @@ class StreamPlan:
 
     def _end_unless_parted(self, start: StreamOffset, limits: StreamLimits) -> StreamOffset | None:
         """Where the batch ends that begins at `start`; None if a partition has begun another
-        history while that was planned."""
+        history, or moved to another node, while that was planned."""
         seqnos = self._driver.seqnos()
         self._age.note_ends(self._available(seqnos))
         partitions = self._after_rollbacks(start, seqnos)
@@ -355,7 +355,8 @@ class StreamPlan:
             )
         # To whatever is on disk when the lease is granted: nothing is overtaken. To a target only
         # where a lease has held all since that was the newest.
-        to = ends if self._is_target_leased(backlog, ends) else dict.fromkeys(ends, SEQ_MAX)
+        is_to_target = self._is_target_leased(backlog, ends)
+        to = ends if is_to_target else dict.fromkeys(ends, SEQ_MAX)
         try:
             lease = self._acquire(backlog, to)
         except ServerError as error:
@@ -364,7 +365,12 @@ class StreamPlan:
             partitions = self._after_purges(partitions)
             lease = self._acquire(_backlog(partitions, ends), to)
         infos = self._driver.partition_infos()
-        if _has_parted_since(seqnos, partitions, infos) or _is_of_other_history(lease, infos):
+        if (
+            _has_parted_since(seqnos, partitions, infos)
+            or _is_of_other_history(lease, infos)
+            # Another node may have become active before it granted the new lease.
+            or (is_to_target and not self._is_target_leased(backlog, ends))
+        ):
             self._driver.release_lease(lease.lease_id)
             return None
         self.release_lease_on_commit(lease.lease_id)
