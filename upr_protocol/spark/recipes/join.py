@@ -28,6 +28,7 @@ from upr_protocol.spark.recipes.reprocess import TEXT_SCHEMA
 from upr_protocol.spark.recipes.target import (
     check_bucket_of,
     check_query_arguments,
+    check_write_options,
     start_query,
     write_target,
 )
@@ -97,12 +98,13 @@ def join(
         joined: then begin anew with an empty target.
 
     Raises:
-        OptionError: `how` is another word, both triggers are given, or `onRollback`.
+        OptionError: `how` is another word, both triggers are given, or an option is not for it.
         PipelineError: An option is wrong.
     """
     if how not in (INNER, LEFT):
         raise OptionError(f"how is {how!r}, and not one of {INNER}, {LEFT}")
     check_query_arguments(options, available_now=available_now, interval=interval)
+    check_write_options(write_options)
     spark.dataSource.register(UprDataSource)
     stream_options = dict(options or {})
     with plain_errors():

@@ -13,6 +13,7 @@ from upr_protocol.spark.recipes.failure import plain_errors
 from upr_protocol.spark.recipes.target import (
     check_bucket_of,
     check_query_arguments,
+    check_write_options,
     start_query,
     write_target,
 )
@@ -64,10 +65,11 @@ def reprocess(
         when the source lost changes that were written: then begin anew with an empty target.
 
     Raises:
-        OptionError: Both triggers are given, or `onRollback`.
+        OptionError: Both triggers are given, or `onRollback` or `writeId`.
         PipelineError: An option is wrong.
     """
     check_query_arguments(options, available_now=available_now, interval=interval)
+    check_write_options(write_options)
     spark.dataSource.register(UprDataSource)
     changes = (
         spark.readStream.format("upr")

@@ -22,7 +22,7 @@ from upr_protocol.spark.recipes.folder import plain_path
 from upr_protocol.spark.recipes.latest_state import ProgressCallback, ignore_progress
 from upr_protocol.spark.recipes.manifest import Manifest
 from upr_protocol.spark.recipes.snapshot import rows_of
-from upr_protocol.spark.recipes.target import check_own_options
+from upr_protocol.spark.recipes.target import check_own_options, check_write_options
 from upr_protocol.spark.source import UprDataSource
 
 _COLUMNS: Final = ("op", "key", "value", "flags", "expiry")
@@ -80,6 +80,7 @@ def restore(
     """
     started_at = time.monotonic()
     check_own_options(options or {}, _OWN_OPTIONS)
+    check_write_options(options)
     folder = plain_path(path)
     if not folder.exists():
         raise PipelineError("UPR_FOLDER", f"{folder} is not there")

@@ -54,6 +54,20 @@ def check_query_arguments(
         )
 
 
+def check_write_options(options: Mapping[str, str] | None) -> None:
+    """Makes sure that a caller does not name the writes of a recipe. It has several, and a second
+    one of the same name is refused if its rows are others.
+
+    Raises:
+        OptionError: `writeId` is given.
+    """
+    if "writeid" in map(str.lower, options or {}):
+        raise OptionError(
+            "the option writeId is not for this recipe, which writes more than once: leave it out. "
+            "Rows that this recipe writes again have no second effect without it, too"
+        )
+
+
 def check_bucket_of(url: str, options: Mapping[str, str] | None) -> None:
     """Makes sure, before a query begins, that a server is there and has the bucket: a query that
     ends with an error fills Spark's log with it.

@@ -1,0 +1,29 @@
+"""Options that recipes refuse, before they need a session of Spark."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Final
+
+import pytest
+
+from upr_protocol.spark.errors import OptionError
+from upr_protocol.spark.recipes import join, reprocess, restore
+
+NO_SESSION: Final[Any] = None
+URL: Final = "upr://127.0.0.1:1/bucket"
+
+
+@pytest.mark.parametrize("name", ["writeId", "writeid"])
+def test_a_recipe_that_writes_more_than_once_takes_no_name_of_a_write(
+    name: str, tmp_path: Path
+) -> None:
+    """The server would refuse the second write, as the first one with other rows."""
+    options, checkpoint = {name: "mine"}, str(tmp_path)
+    for start in (
+        lambda: restore(NO_SESSION, tmp_path, URL, options=options),
+        lambda: reprocess(NO_SESSION, URL, URL, checkpoint, write_options=options),
+        lambda: join(NO_SESSION, URL, URL, URL, checkpoint, write_options=options),
+    ):
+        with pytest.raises(OptionError, match="the option writeId is not for this recipe"):
+            start()
