@@ -27,3 +27,10 @@ def test_a_recipe_that_writes_more_than_once_takes_no_name_of_a_write(
     ):
         with pytest.raises(OptionError, match="the option writeId is not for this recipe"):
             start()
+
+
+@pytest.mark.parametrize("name", ["key", "keyPrefix", "partitions"])
+def test_a_join_is_of_all_keys(name: str, tmp_path: Path) -> None:
+    """Its streams would not tell of a partner with another key that changes."""
+    with pytest.raises(OptionError, match=f"the option {name} is not for a join"):
+        join(NO_SESSION, URL, URL, URL, str(tmp_path), options={name: "1"})

@@ -48,6 +48,8 @@ _CAN_BE_KEY: Final = f"octet_length(key) BETWEEN 1 AND {KEY_BYTES_MAX}"
 BOTH_VALUES: Final = "named_struct('left', left_value, 'right', right_value)"
 """What the target has unless an expression says otherwise."""
 
+_OF_SOME_KEYS: Final = frozenset({"key", "keyprefix", "partitions"})
+
 
 def join(
     spark: SparkSession,
@@ -105,6 +107,7 @@ def join(
         raise OptionError(f"how is {how!r}, and not one of {INNER}, {LEFT}")
     check_query_arguments(options, available_now=available_now, interval=interval)
     check_write_options(write_options)
+    _check_stream_options(options or {})
     spark.dataSource.register(UprDataSource)
     stream_options = dict(options or {})
     with plain_errors():
@@ -159,6 +162,18 @@ def join(
         check_bucket_of(target_url, write_options)
         writer = changes.writeStream.foreachBatch(write)
         return start_query(writer, checkpoint, available_now=available_now, interval=interval)
+
+
+def _check_stream_options(options: Mapping[str, str]) -> None:
+    """Makes sure that the streams tell of every key that changes: the keys of partners are others
+    than those of the items that name them."""
+    for name in options:
+        if name.lower() in _OF_SOME_KEYS:
+            raise OptionError(
+                f"the option {name} is not for a join: its streams would not tell of partners with "
+                "other keys that change, and the target would keep their old values. Leave it out; "
+                "to join some of the items, put them into a bucket of their own first (reprocess)"
+            )
 
 
 def _join_items(left: DataFrame, right: DataFrame, partner_key: Column) -> DataFrame:
