@@ -8,9 +8,10 @@ from typing import Any, Final
 import pytest
 
 from upr_protocol.spark.errors import OptionError
-from upr_protocol.spark.recipes import join, reprocess, restore
+from upr_protocol.spark.recipes import bulk_load, join, reprocess, restore
 
 NO_SESSION: Final[Any] = None
+NO_FRAME: Final[Any] = None
 URL: Final = "upr://127.0.0.1:1/bucket"
 
 
@@ -34,3 +35,10 @@ def test_a_join_is_of_all_keys(name: str, tmp_path: Path) -> None:
     """Its streams would not tell of a partner with another key that changes."""
     with pytest.raises(OptionError, match=f"the option {name} is not for a join"):
         join(NO_SESSION, URL, URL, URL, str(tmp_path), options={name: "1"})
+
+
+@pytest.mark.parametrize("name", ["keyColumn", "valueColumn", "deadLetterPath"])
+def test_a_load_takes_no_option_that_it_sets(name: str) -> None:
+    """It wrote other columns than named, or counted refused rows as written."""
+    with pytest.raises(OptionError, match=f"the option {name} is not for you to give"):
+        bulk_load(NO_FRAME, URL, options={name: "id"})

@@ -6,6 +6,7 @@ import os
 import time
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Final
 
 import attrs
 from pyarrow import parquet
@@ -15,7 +16,11 @@ from pyspark.sql import functions as F
 from upr_protocol.spark.recipes.failure import plain_errors
 from upr_protocol.spark.recipes.folder import plain_path
 from upr_protocol.spark.recipes.latest_state import ProgressCallback, ignore_progress
+from upr_protocol.spark.recipes.target import check_own_options
 from upr_protocol.spark.source import UprDataSource
+
+_OWN_OPTIONS: Final = frozenset({"url", "keycolumn", "valuecolumn", "onerror", "deadletterpath"})
+"""Options of the write that the recipe sets by itself, in lower case."""
 
 
 @attrs.frozen
@@ -72,9 +77,11 @@ def bulk_load(
         How many rows there were, and how long it took.
 
     Raises:
+        OptionError: One of `options` is set by the recipe.
         PipelineError: An option is wrong, rows were refused, or the server cannot be reached.
     """
     started_at = time.monotonic()
+    check_own_options(options or {}, _OWN_OPTIONS)
     frame.sparkSession.dataSource.register(UprDataSource)
     counted = Observation()
     rows = frame.observe(counted, F.count(F.lit(1)).alias("rows"))
