@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Self
@@ -17,15 +17,17 @@ from pyspark.sql.types import StringType, StructField, StructType
 
 from tests.indexer.processes import indexer_process
 from tests.spark.bucket import change
+from tests.spark.model_driver_client import ModelDriverClient
 from tests.spark.test_read import load, until
 from upr_protocol.chunk import Mutation
-from upr_protocol.client import IndexClient, IndexEntry
+from upr_protocol.client import IndexClient, IndexEntry, IndexPage
 from upr_protocol.errors import BrokenError, CredentialsError, UprError
 from upr_protocol.ids import Operation
 from upr_protocol.spark import index_reader
 from upr_protocol.spark.errors import OptionError, PipelineError
 from upr_protocol.spark.index_reader import IndexReader
 from upr_protocol.spark.read_options import ReadOptions
+from upr_protocol.spark.schema import default_schema
 
 
 def test_an_index_is_read_with_a_range(
@@ -167,3 +169,33 @@ def test_an_indexer_that_goes_away_during_a_read_fails_it(
     with pytest.raises(PipelineError, match="UPR_UNREACHABLE"):
         rows_of_absent_indexer()
     assert not waits
+
+
+class ItemDriver(ModelDriverClient):
+    """A bucket of one partition, whose history is 1, without items."""
+
+    def get_items(self, keys: Sequence[bytes]) -> list[None]:
+        return [None] * len(keys)
+
+
+@pytest.mark.parametrize(
+    ("history_id", "seq", "is_refused"), [(1, 5, False), (7, 5, True), (7, 0, False)]
+)
+def test_an_index_of_another_bucket_is_refused(
+    monkeypatch: pytest.MonkeyPatch, *, history_id: int, seq: int, is_refused: bool
+) -> None:
+    """Its keys are other items in this bucket, or none."""
+
+    class Indexer(AbsentIndexer):
+        def scan(self, _name: str, **_options: object) -> IndexPage:
+            return IndexPage(timestamps={0: (f"{history_id:016x}", seq)})
+
+    monkeypatch.setattr(index_reader, "IndexClient", Indexer)
+    monkeypatch.setattr(index_reader, "BucketDriverClient", lambda _: ItemDriver(1))
+    options = ReadOptions.parse({"url": "upr://h/b", "index": "a/b", "indexer": "http://h"})
+    batches = IndexReader(options, default_schema(options)).read(InputPartition(0))
+    if is_refused:
+        with pytest.raises(OptionError, match="a/b of http://h is of another bucket than upr://h"):
+            list(batches)
+    else:
+        assert not sum(batch.num_rows for batch in batches)

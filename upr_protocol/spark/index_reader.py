@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import random
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Any, Final
 
@@ -19,7 +19,7 @@ from upr_protocol.client import IndexClient, IndexEntry, IndexerError, Item
 from upr_protocol.client.core.retry import RetryState
 from upr_protocol.errors import BrokenError, UprError
 from upr_protocol.spark.driver_client import BucketDriverClient
-from upr_protocol.spark.errors import PipelineError, as_pipeline_error, sentence_first
+from upr_protocol.spark.errors import OptionError, PipelineError, as_pipeline_error, sentence_first
 from upr_protocol.spark.index_query import IndexQuery
 from upr_protocol.spark.json_values import parser_of
 from upr_protocol.spark.read_options import ReadOptions
@@ -80,7 +80,7 @@ class IndexReader(DataSourceReader):
         with sentence_first():
             rows = _Rows(self._options, self._schema)
             try:
-                entries = _entries(query, self._options)
+                entries = _entries(query, self._options, rows)
                 while next_entries := list(islice(entries, ENTRIES_AT_ONCE)):
                     yield rows.of(next_entries)
             except IndexerError as error:
@@ -96,14 +96,14 @@ class IndexReader(DataSourceReader):
                 rows.close()
 
 
-def _entries(query: IndexQuery, options: ReadOptions) -> Iterator[IndexEntry]:
+def _entries(query: IndexQuery, options: ReadOptions, rows: _Rows) -> Iterator[IndexEntry]:
     """The entries. An indexer that is away is asked again until the time is over; but not when it
     has given some, because a later answer would be of another moment."""
     retries = RetryState(options.timeout_s, random.random)
     has_begun = False
     while True:
         try:
-            for entry in _scan(query, options):
+            for entry in _scan(query, options, rows):
                 has_begun = True
                 yield entry
         except BrokenError as error:
@@ -114,8 +114,14 @@ def _entries(query: IndexQuery, options: ReadOptions) -> Iterator[IndexEntry]:
             return
 
 
-def _scan(query: IndexQuery, options: ReadOptions) -> Iterator[IndexEntry]:
+def _scan(query: IndexQuery, options: ReadOptions, rows: _Rows) -> Iterator[IndexEntry]:
+    timeout_s = min(options.timeout_s, 300)
     with IndexClient(query.indexer, query.security) as indexes:
+        if rows.has_items:
+            page = indexes.scan(
+                query.name, limit=1, consistency="now", timestamps=True, timeout_s=timeout_s
+            )
+            rows.check_bucket(query, page.timestamps)
         yield from indexes.scan_all(
             query.name,
             prefix=query.prefix,
@@ -123,7 +129,7 @@ def _scan(query: IndexQuery, options: ReadOptions) -> Iterator[IndexEntry]:
             high=query.high,
             limit=ENTRIES_AT_ONCE,
             consistency="now",
-            timeout_s=min(options.timeout_s, 300),
+            timeout_s=timeout_s,
         )
 
 
@@ -133,18 +139,47 @@ class _Rows:
     Args:
         options: The server.
         schema: Which columns.
+
+    Attributes:
+        has_items: Whether they need the items, too.
     """
 
     def __init__(self, options: ReadOptions, schema: StructType) -> None:
         self._schema = to_arrow_schema(schema, timezone="UTC")
+        self._address = options.address
         self._driver = BucketDriverClient(options)
-        self._has_items = not set(schema.fieldNames()) <= _OF_ENTRY.keys()
+        self.has_items = not set(schema.fieldNames()) <= _OF_ENTRY.keys()
         self._parser = parser_of(schema)
+
+    def check_bucket(self, query: IndexQuery, timestamps: Mapping[int, tuple[str, int]]) -> None:
+        """Makes sure that the index is of the bucket that is asked for items. Histories have random
+        names: those of another bucket are others.
+
+        Args:
+            query: The index.
+            timestamps: By partition the history and the number up to which the index has it.
+
+        Raises:
+            OptionError: The bucket has had none of these histories.
+            PipelineError: The server cannot be asked.
+        """
+        self._driver.seqnos()
+        histories = {
+            (partition, f"{entry.history_id:016x}")
+            for partition, info in self._driver.partition_infos().items()
+            for entry in info.log
+        }
+        indexed = {(partition, history) for partition, (history, seq) in timestamps.items() if seq}
+        if indexed and histories.isdisjoint(indexed):
+            raise OptionError(
+                f"the index {query.name} of {query.indexer} is of another bucket than "
+                f"{self._address}: correct the option indexer or url"
+            )
 
     def of(self, entries: Sequence[IndexEntry]) -> pa.RecordBatch:
         """Their rows, without those whose item is gone meanwhile."""
         items: list[Item] = []
-        if self._has_items:
+        if self.has_items:
             looked_up = self._driver.get_items([document_key(entry) for entry in entries])
             pairs = [
                 (entry, item)
