@@ -36,9 +36,9 @@ class IndexerError(UprError):
 
     Attributes:
         code: The reason as a word: `log_in_needed`, `not_allowed`, `too_many_log_ins`,
-            `bad_definition`, `bad_query`, `no_index`, `building`,
+            `bad_definition`, `bad_query`, `too_long`, `too_slow`, `no_index`, `building`,
             `overloaded`, `not_fresh`, `write_lost`, `moment_gone`, `slice_missing`, `not_my_slice`,
-            `failed`, `server_failed`.
+            `other_bucket`, `too_many_links`, `failed`, `server_failed`.
         place: Where the mistake is in the request; empty if there is none.
         retry_after_s: After how long to ask again; 0 if that does not help.
         nodes: The URLs of the indexer's nodes, where a node names them (`not_my_slice`).
