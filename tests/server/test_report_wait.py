@@ -78,6 +78,18 @@ async def test_what_comes_before_a_report_is_one_snapshot() -> None:
         assert (chunk.start, chunk.end, chunk.count) == (2, 5, 3)
 
 
+async def test_a_report_of_something_else_does_not_end_the_wait() -> None:
+    """Of an earlier snapshot, as when it has come to the replica's disk."""
+    async with a_replica() as replica:
+        await replica.set_keys(b"k")
+        await replica.report(1)
+        assert await replica.snapshot_within(REPORT_WAIT_S * 0.9) is None
+        await replica.report(2)
+        chunk = await replica.snapshot_within(REPORT_WAIT_S / 2)
+        assert chunk is not None
+        assert chunk.end == 3
+
+
 async def test_a_change_that_comes_alone_waits_for_nothing() -> None:
     async with a_replica() as replica:
         for seq in range(2, 6):

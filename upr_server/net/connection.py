@@ -632,9 +632,10 @@ class AcceptedConnection:
         if session.state is _STREAMING and not context.report_wait.holds_back(now):
             try:
                 left_out = context.streamer.step()
-                if context.streamer.has_fed_replica:
+                if (replica_end := context.streamer.replica_end) is not None:
                     # A step that ends before all was sent counts as a large batch.
-                    context.report_wait.note_sent(session.outgoing_bytes + left_out, now)
+                    nbytes = session.outgoing_bytes + left_out
+                    context.report_wait.note_sent(nbytes, *replica_end, now)
             except Exception:
                 log.exception("stream failed", peer=self.peer)
                 session.fail(

@@ -10,7 +10,10 @@ by one nothing waits. TCP does the same with small segments (Nagle's algorithm).
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from typing import Final
+
+from upr_protocol.ids import HistoryId, PartitionId, SeqNo
 
 SMALL_BATCH_BYTES: Final = 64 * 1024
 """A batch of as much is followed by the next at once: there is little to gain by more."""
@@ -28,22 +31,41 @@ class ReportWait:
         was_used: Whether there ever was one: whether the peer is a replica.
     """
 
-    __slots__ = ("ends_at", "was_used")
+    __slots__ = ("_end", "_partition", "ends_at", "was_used")
 
     def __init__(self) -> None:
         self.ends_at = -math.inf
         self.was_used = False
+        # The last snapshot of the batch: a replica takes them in as they come.
+        self._partition = PartitionId(0)
+        self._end = SeqNo(0)
 
-    def note_sent(self, nbytes: int, now: float) -> None:
-        """Ends of snapshots were sent at the time `now`, which the replica will report, and
-        `nbytes` in all."""
+    def note_sent(self, nbytes: int, partition: PartitionId, end: SeqNo, now: float) -> None:
+        """A batch was sent at the time `now`.
+
+        Args:
+            nbytes: Its bytes.
+            partition: The partition of its last snapshot.
+            end: Where that ends.
+            now: The time.
+        """
         if nbytes < SMALL_BATCH_BYTES:
+            self._partition, self._end = partition, end
             self.ends_at = now + REPORT_WAIT_S
             self.was_used = True
 
-    def note_report(self) -> None:
-        """The replica has reported."""
-        self.ends_at = -math.inf
+    def note_report(self, rows: Iterable[tuple[PartitionId, HistoryId, SeqNo, SeqNo]]) -> None:
+        """The replica has reported. What it says of the beginning of the batch, or of what has come
+        to its disk, does not end the wait.
+
+        Args:
+            rows: The rows of its `ReplicaAck`.
+        """
+        if self.ends_at == -math.inf:
+            return
+        for partition, _, received_seq, _ in rows:
+            if partition == self._partition and received_seq >= self._end:
+                self.ends_at = -math.inf
 
     def holds_back(self, now: float) -> bool:
         """Whether nothing more is to be sent yet."""

@@ -178,7 +178,8 @@ class Streamer:
     Attributes:
         disk_streams: Streams of which something that was read from disk is being sent: then
             `note_sent` is to be called once it was.
-        has_fed_replica: Whether the last step has ended snapshots that a replica will report.
+        replica_end: The last snapshot that the last step has ended and a replica will report: its
+            partition and end; None if there is none.
     """
 
     __slots__ = (
@@ -191,7 +192,7 @@ class Streamer:
         "_streams",
         "_wake",
         "disk_streams",
-        "has_fed_replica",
+        "replica_end",
     )
 
     def __init__(self, session: ServerSession, name: str, wake: Callable[[], None]) -> None:
@@ -200,7 +201,7 @@ class Streamer:
         self._wake = wake
         self._streams: dict[PartitionId, _Stream] = {}
         self.disk_streams: dict[_Stream, None] = {}
-        self.has_fed_replica = False
+        self.replica_end: tuple[PartitionId, SeqNo] | None = None
         self._is_closed = False
         self._current_stream: _Stream | None = None
         """The stream whose snapshot is being sent."""
@@ -336,7 +337,7 @@ class Streamer:
             The bytes of the rows that were left out; and where the step ends before all was sent,
             what the items cost beside their bytes.
         """
-        self.has_fed_replica = False
+        self.replica_end = None
         if self._is_closed:
             return 0
         self._item_bytes = self._left_out_bytes = 0
@@ -496,7 +497,7 @@ class Streamer:
     def _send_end(self, stream: _Stream, end: SeqNo, snapshot: Chunk | None) -> None:
         partition_id = stream.partition.id
         if stream.answers_from is not None:
-            self.has_fed_replica = True
+            self.replica_end = partition_id, end
         if snapshot is None:
             self._session.send(PartitionEnd(end, partition=partition_id, opaque=stream.opaque))
         else:

@@ -132,7 +132,7 @@ def _check_replica(context: RequestContext, request: Stream) -> None:
 
 def replica_ack(context: RequestContext, request: ReplicaAck) -> Iterator[None] | None:
     """Notes how far a replica is. Reports that fit no partition or history are dropped."""
-    context.report_wait.note_report()
+    context.report_wait.note_report(request.rows)
     return remaining_steps(_note_reports(context, request))
 
 
