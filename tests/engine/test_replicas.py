@@ -278,12 +278,12 @@ def test_a_replica_hears_of_a_batch_with_its_effect_though_its_answer_has_moved(
 
 def test_moved_answers_are_bounded() -> None:
     active = RepeatedBatches(MemoryAccount(), {}, SeqNo(0))
+    tokens = [WriterToken(number.to_bytes(16), 1) for number in range(1, MOVED_MAX + 3)]
+    for number, token in enumerate(tokens, 1):
+        result = MutateResult(HistoryId(1), SeqNo(number), SeqNo(number), Cas(1))
+        active.remember(token, result, SeqNo(number))
     chunk = Chunk.build([Mutation(Operation.SET, b"k", b"")])
-    for number in range(1, MOVED_MAX + 3):
-        token = WriterToken(number.to_bytes(16), 1)
-        active.remember(
-            token, MutateResult(HistoryId(1), SeqNo(number), SeqNo(number), Cas(1)), SeqNo(number)
-        )
+    for token in tokens:
         assert active.answer_unless_new(batch_of(chunk, token, attempt=2), SeqNo(500)) is not None
     rows = active.answers_between(0, 499)
     assert [seq for _, _, seq, _ in rows] == list(range(3, MOVED_MAX + 3))
