@@ -37,7 +37,8 @@ def replace_file(path: Path, data: bytes, *, mode: int = 0o666) -> None:
         mode: Who may read and write it, as far as the process's mask lets them.
 
     Raises:
-        OSError: It cannot be written; what was there before still is.
+        OSError: It cannot be written; what was there before still is. Or it is replaced, but the
+            folder cannot be synchronised: a crash may bring back what was there before.
     """
     new_path = path.with_name(f".{path.name}")
     try:

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from upr_protocol import durable_files
+from upr_protocol.client.rollback import checksummed_file
 from upr_protocol.client.rollback.checksummed_file import ChecksummedFile, DamagedFileError
 
 
@@ -83,3 +85,26 @@ def test_ctrl_c_leaves_nothing_of_the_record_that_it_interrupts(
     append_and_fail(b"four", OSError)
     log.close()
     assert records_of(path) == [b"one", b"three"]
+
+
+def test_a_replaced_file_is_written_on_once_its_name_survives_a_crash(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was written on under no name: what was appended to it was lost at the next start."""
+    path = tmp_path / "records"
+    log, _ = ChecksummedFile.open(path)
+    log.append(b"old")
+
+    def fail(_path: Path) -> None:
+        raise OSError("no folder")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(durable_files, "sync_path", fail)
+        patch.setattr(checksummed_file, "sync_path", fail)
+        with pytest.raises(OSError, match="no folder"):
+            log.replace([b"new"])
+        with pytest.raises(OSError, match="no folder"):
+            log.append(b"refused")
+    log.append(b"more")
+    log.close()
+    assert records_of(path) == [b"new", b"more"]

@@ -15,7 +15,7 @@ from typing import Final, Self
 
 from crc32c import crc32c
 
-from upr_protocol.durable_files import replace_file
+from upr_protocol.durable_files import replace_file, sync_path
 from upr_protocol.errors import UprError
 
 _HEADER: Final = Struct("<III")
@@ -33,6 +33,8 @@ class ChecksummedFile:
         self.path = path
         self.nbytes = nbytes
         self._file = file
+        self._is_folder_synced = True
+        """Whether it is known that the file's name survives a crash."""
 
     @classmethod
     def open(cls, path: Path) -> tuple[Self, list[bytes]]:
@@ -59,6 +61,9 @@ class ChecksummedFile:
             OSError: It cannot be written. The file is as it was before.
         """
         data = _encode(record)
+        if not self._is_folder_synced:
+            sync_path(self.path.parent)
+            self._is_folder_synced = True
         try:
             unwritten_data = memoryview(data)
             while unwritten_data:
@@ -74,13 +79,24 @@ class ChecksummedFile:
         """Replaces all records by others, atomically.
 
         Raises:
-            OSError: The file cannot be written; it is as it was before.
+            OSError: The file cannot be written; it is as it was before. Or it is replaced, but
+                a crash may bring back what it was: then nothing is appended before that is settled.
         """
         data = b"".join(map(_encode, records))
-        replace_file(self.path, data)
+        try:
+            replace_file(self.path, data)
+        except OSError:
+            if not os.path.samestat(os.stat(self.path), os.fstat(self._file)):
+                self._reopen(len(data))
+                self._is_folder_synced = False
+            raise
+        self._reopen(len(data))
+        self._is_folder_synced = True
+
+    def _reopen(self, nbytes: int) -> None:
         os.close(self._file)
         self._file = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)
-        self.nbytes = len(data)
+        self.nbytes = nbytes
 
     def close(self) -> None:
         """Closes the file."""
