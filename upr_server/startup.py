@@ -73,7 +73,10 @@ async def serve(config: ServerConfig, on_listening: Callable[[Server], None]) ->
     Raises:
         StorageError: The disk cannot be used, or failed.
     """
-    config = _within_file_limit(config)
+    files_max, connections_wanted = file_limit(), config.connections_max
+    # Those beyond would wait unheard, where others are told that there are too many.
+    connections_max = min(connections_wanted, connections_within(files_max))
+    config = msgspec.structs.replace(config, connections_max=connections_max)
     servers: list[Server] = []
 
     def on_running(server: Server) -> None:
@@ -88,6 +91,14 @@ async def serve(config: ServerConfig, on_listening: Callable[[Server], None]) ->
             port=server.port,
             encrypted=server.certificates is not None,
         )
+        if connections_max < connections_wanted:
+            log.warning(
+                "fewer connections than connections_max: the system allows too few open files "
+                "(ulimit -Hn)",
+                connections=connections_max,
+                connections_max=connections_wanted,
+                open_files=files_max,
+            )
         if config.insecure_no_authentication and not is_loopback(server.host):
             log.warning(
                 "insecure_no_authentication: strangers in this network may be able to read and "
@@ -113,22 +124,6 @@ async def serve(config: ServerConfig, on_listening: Callable[[Server], None]) ->
 def connections_within(files_max: int) -> int:
     """How many connections may be open where `files_max` files may: if these are few, half."""
     return max(files_max - OTHER_FILES, files_max // 2)
-
-
-def _within_file_limit(config: ServerConfig) -> ServerConfig:
-    """`config` with no more connections than there may be files. Those beyond would wait unheard,
-    where others are told that there are too many."""
-    files_max = file_limit()
-    connections_max = connections_within(files_max)
-    if connections_max >= config.connections_max:
-        return config
-    log.warning(
-        "fewer connections than connections_max: the system allows too few open files (ulimit -Hn)",
-        connections=connections_max,
-        connections_max=config.connections_max,
-        open_files=files_max,
-    )
-    return msgspec.structs.replace(config, connections_max=connections_max)
 
 
 @asynccontextmanager
