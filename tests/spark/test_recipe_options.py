@@ -42,3 +42,16 @@ def test_a_load_takes_no_option_that_it_sets(name: str) -> None:
     """It wrote other columns than named, or counted refused rows as written."""
     with pytest.raises(OptionError, match=f"the option {name} is not for you to give"):
         bulk_load(NO_FRAME, URL, options={name: "id"})
+
+
+@pytest.mark.parametrize("name", ["keyColumn", "operationColumn", "url", "operation", "casColumn"])
+def test_a_recipe_takes_no_option_that_names_its_columns(name: str, tmp_path: Path) -> None:
+    """It wrote other columns than its own, or ignored the option."""
+    options, checkpoint = {name: "id"}, str(tmp_path)
+    for start in (
+        lambda: restore(NO_SESSION, tmp_path, URL, options=options),
+        lambda: reprocess(NO_SESSION, URL, URL, checkpoint, write_options=options),
+        lambda: join(NO_SESSION, URL, URL, URL, checkpoint, write_options=options),
+    ):
+        with pytest.raises(OptionError, match=f"the option {name} is not for you to give"):
+            start()

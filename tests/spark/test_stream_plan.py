@@ -754,6 +754,31 @@ def test_a_failover_while_a_batch_is_planned_is_noticed(
     assert len(driver.leases) == (stability == "durable")
 
 
+def test_a_batch_that_cannot_be_planned_pins_nothing() -> None:
+    """The query ends with the error; its lease would hold compaction until it ends by itself."""
+
+    class FailingDriver(ModelDriverClient):
+        is_away = False
+
+        def acquire_lease(self, lease_id: int, ranges: Sequence[tuple[int, int, int]]) -> HeldLease:
+            self.is_away = True
+            return super().acquire_lease(lease_id, ranges)
+
+        def partition_infos(self, *, anew: bool = False) -> Any:
+            if self.is_away:
+                raise PipelineError("UPR_CONNECTION", "away")
+            return super().partition_infos(anew=anew)
+
+    driver = FailingDriver(1)
+    write_rows(driver, 0, 10)
+    reader = reader_of(driver)
+    start = reader.initialOffset()
+    with pytest.raises(PipelineError, match="away"):
+        reader.latestOffset(start, ReadAllAvailable())
+    assert driver.is_away
+    assert not driver.leases
+
+
 @pytest.mark.parametrize("stability", ["durable", "any"])
 def test_a_failover_while_the_beginning_is_looked_for_is_noticed(stability: str) -> None:
     """The new history has other changes up to 10, and the stream would not read them."""

@@ -364,14 +364,19 @@ class StreamPlan:
                 raise
             partitions = self._after_purges(partitions)
             lease = self._acquire(_backlog(partitions, ends), to)
-        infos = self._driver.partition_infos()
-        if (
-            _has_parted_since(seqnos, partitions, infos)
-            or _is_of_other_history(lease, infos)
-            # Another node may have become active before it granted the new lease.
-            or (is_to_target and not self._is_target_leased(backlog, ends))
-        ):
-            self._driver.release_lease(lease.lease_id)
+        is_usable = False
+        try:
+            infos = self._driver.partition_infos()
+            is_usable = (
+                not _has_parted_since(seqnos, partitions, infos)
+                and not _is_of_other_history(lease, infos)
+                # Another node may have become active before it granted the new lease.
+                and (not is_to_target or self._is_target_leased(backlog, ends))
+            )
+        finally:
+            if not is_usable:
+                self._driver.release_lease(lease.lease_id)
+        if not is_usable:
             return None
         self.release_lease_on_commit(lease.lease_id)
         self.release_target_lease()

@@ -26,10 +26,7 @@ from upr_protocol.spark.recipes.target import check_own_options, check_write_opt
 from upr_protocol.spark.source import UprDataSource
 
 _COLUMNS: Final = ("op", "key", "value", "flags", "expiry")
-_OWN_OPTIONS: Final = frozenset(
-    {"url", "operation", "operationcolumn", "keycolumn", "valuecolumn"}
-    | {"flagscolumn", "expirycolumn", "cascolumn", "onerror", "deadletterpath"}
-)
+_OWN_OPTIONS: Final = frozenset({"onerror", "deadletterpath"})
 
 
 @attrs.frozen

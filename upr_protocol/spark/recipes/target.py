@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Container, Mapping
+from typing import Final
 
 from pyspark.sql import DataFrame
 from pyspark.sql.streaming.query import StreamingQuery
@@ -11,6 +12,12 @@ from pyspark.sql.streaming.readwriter import DataStreamWriter
 from upr_protocol.spark.driver_connection import check_bucket
 from upr_protocol.spark.errors import OptionError
 from upr_protocol.spark.options import SourceOptions, connection_options
+
+_OWN_OPTIONS: Final = frozenset(
+    {"url", "operation", "operationcolumn", "keycolumn", "valuecolumn"}
+    | {"flagscolumn", "expirycolumn", "cascolumn"}
+)
+"""Options of the write that say what the columns of a recipe's rows are, in lower case."""
 
 
 def check_own_options(options: Mapping[str, str], own_options: Container[str]) -> None:
@@ -55,12 +62,14 @@ def check_query_arguments(
 
 
 def check_write_options(options: Mapping[str, str] | None) -> None:
-    """Makes sure that a caller does not name the writes of a recipe. It has several, and a second
-    one of the same name is refused if its rows are others.
+    """Makes sure that a caller does not say what the columns of a recipe's rows are, and does not
+    name its writes. It has several, and a second one of the same name is refused if its rows are
+    others.
 
     Raises:
-        OptionError: `writeId` is given.
+        OptionError: Such an option is given.
     """
+    check_own_options(options or {}, _OWN_OPTIONS)
     if "writeid" in map(str.lower, options or {}):
         raise OptionError(
             "the option writeId is not for this recipe, which writes more than once: leave it out. "
