@@ -225,7 +225,7 @@ class BlockingDispatcher:
         named."""
         connection = self.connect()
         count = calls.check_partition_count(connection.handshake.partition_count)
-        if unknown_partitions := [partition for partition in partitions if partition >= count]:
+        if unknown_partitions := [p for p in partitions if not 0 <= p < count]:
             # Any node refuses them, and says why.
             return self._ask_on(connection, call_for(unknown_partitions))
         deadline = time.monotonic() + self._timeout_s

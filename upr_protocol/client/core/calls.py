@@ -407,10 +407,23 @@ def merge_leases(leases: Sequence[HeldLease]) -> HeldLease:
     return HeldLease(leases[0].lease_id, time_to_live_s, tuple(ranges))
 
 
+def _check_rows(partitions: Collection[int], rows: Iterable[tuple[int, ...]]) -> None:
+    """Makes sure that an answer has a row for each partition that was asked about: a caller would
+    ask again for what is missing, or take it for all that there is.
+
+    Raises:
+        RemoteProtocolError: It has not.
+    """
+    if partitions and set(partitions) != {row[0] for row in rows}:
+        raise RemoteProtocolError("the answer is not about the partitions that were asked about")
+
+
 def seqnos(partitions: Iterable[int], *, of_copies: bool = False) -> Call[list[PartitionNumbers]]:
     """The sequence numbers of partitions; of all when none are named."""
+    partitions = tuple(partitions)
 
     def result(reply: SeqnosReply) -> list[PartitionNumbers]:
+        _check_rows(partitions, reply.rows)
         return [
             PartitionNumbers(
                 PartitionId(partition),
@@ -422,19 +435,21 @@ def seqnos(partitions: Iterable[int], *, of_copies: bool = False) -> Call[list[P
             for partition, history_id, high_seq, persisted_seq, replicated_seq in reply.rows
         ]
 
-    return Call(partial(Seqnos, tuple(partitions), of_copies), result)
+    return Call(partial(Seqnos, partitions, of_copies), result)
 
 
 def seqnos_at_time(time_ns: int, partitions: Iterable[int]) -> Call[list[SeqnoAtTime]]:
     """Where partitions stood at a time, in nanoseconds since 1970; all when none are named."""
+    partitions = tuple(partitions)
 
     def result(reply: SeqnosAtReply) -> list[SeqnoAtTime]:
+        _check_rows(partitions, reply.rows)
         return [
             SeqnoAtTime(PartitionId(partition), HistoryId(history_id), SeqNo(seq))
             for partition, history_id, seq in reply.rows
         ]
 
-    return Call(partial(SeqnosAt, time_ns, tuple(partitions)), result)
+    return Call(partial(SeqnosAt, time_ns, partitions), result)
 
 
 def resume_state_at_time(
