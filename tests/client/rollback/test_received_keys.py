@@ -219,6 +219,33 @@ async def test_keys_that_could_not_be_written_stay_buffered(tmp_path: Path) -> N
     assert list(again.keys.versions()) == [(P, b"k", ReceivedVersion(SeqNo(1), HistoryId(1)))]
 
 
+@pytest.mark.parametrize("is_written", [False, True])
+async def test_ctrl_c_while_keys_are_written_loses_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_written: bool
+) -> None:
+    path = tmp_path / "keys"
+    file = ReceivedKeysFile(path, "b", is_buffered=True)
+    await file.receive(P, [(b"k", SeqNo(1), HistoryId(1))])
+    append = file._file.append
+
+    def interrupted(record: bytes) -> None:
+        if is_written:
+            append(record)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(file._file, "append", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        file.flush()
+    monkeypatch.undo()
+    await file.receive(P, [(b"l", SeqNo(2), HistoryId(1))])
+    file.close()
+    again = reopened(path)
+    assert [(key, version.seq) for _, key, version in again.keys.versions()] == [
+        (b"k", 1),
+        (b"l", 2),
+    ]
+
+
 async def test_the_file_does_not_grow_for_ever(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

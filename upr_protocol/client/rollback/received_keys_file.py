@@ -131,16 +131,15 @@ class ReceivedKeysFile:
     def _write(self, *changes: tuple[Any, ...]) -> None:
         """Appends the buffer and `changes`."""
         with self._write_lock:
-            buffered_changes = [self._buffer.popleft() for _ in range(len(self._buffer))]
+            buffered_changes = self._buffer.copy()
             records = [*buffered_changes, *changes]
             if not records:
                 return
             fields = records[0] if len(records) == 1 else (_SEVERAL, records)
-            try:
-                self._file.append(msgspec.msgpack.encode(fields))
-            except BaseException:
-                self._buffer.extendleft(reversed(buffered_changes))
-                raise
+            self._file.append(msgspec.msgpack.encode(fields))
+            # Only now: Ctrl-C before it loses none. What it has written again does no harm.
+            for _ in buffered_changes:
+                self._buffer.popleft()
 
     async def receive(
         self, partition: PartitionId, rows: Iterable[tuple[bytes, SeqNo, HistoryId]]
