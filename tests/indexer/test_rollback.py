@@ -245,12 +245,16 @@ async def test_a_key_is_forgotten_only_once_its_change_is_applied(
     floors: dict[PartitionId, SeqNo] = {}
 
     async def trim_checked(
-        keys_file: ReceivedKeysFile, droppable_seq: Callable[[PartitionId], SeqNo]
-    ) -> None:
-        await trim(keys_file, droppable_seq)
+        keys_file: ReceivedKeysFile,
+        droppable_seq: Callable[[PartitionId], SeqNo],
+        *,
+        in_order: bool = False,
+    ) -> bool:
+        has_trimmed = await trim(keys_file, droppable_seq, in_order=in_order)
         floors.update(keys_file.keys.floors())
         file = indexer.slices[0].catalog.file
         assert all(file.mark(partition).seq >= floor for partition, floor in floors.items())
+        return has_trimmed
 
     monkeypatch.setattr(ReceivedKeysFile, "trim", trim_checked)
     async with (

@@ -26,7 +26,8 @@ from tests.indexer.kit import (
 )
 from tests.kit.process import eventually
 from upr_protocol.client import ChunkReceived, Consumer, connect, consume, publisher
-from upr_protocol.ids import PartitionId
+from upr_protocol.failover import FailoverLog, Position
+from upr_protocol.ids import PartitionId, SeqNo
 from upr_server.indexer import batch_queues
 from upr_server.indexer import indexer as indexer_module
 from upr_server.indexer.batch_queues import QUEUE_BATCHES_MAX, ROUND_BYTES
@@ -36,7 +37,7 @@ from upr_server.indexer.entry_reader import EntryReader, EntrySelection
 from upr_server.indexer.freshness import ScanBarriers
 from upr_server.indexer.index_batch import BATCH_OVERHEAD_BYTES, IndexBatch
 from upr_server.indexer.index_file import COUNT_STEP, EntrySource, IndexFile
-from upr_server.indexer.mark import NO_MARK
+from upr_server.indexer.mark import NO_MARK, Mark
 from upr_server.indexer.pipeline import (
     AHEAD_ROUNDS,
     GATHER_S,
@@ -591,6 +592,49 @@ async def test_a_full_queue_holds_the_stream(
         await eventually(
             lambda: indexer.slices[0].figures()["applied"] == written, "all is applied"
         )
+
+
+async def test_the_stream_goes_on_where_keys_are_forgotten_that_are_applied_long_since(
+    tmp_path: Path,
+) -> None:
+    """Each time that received keys were to be forgotten, the stream waited until all indexes had
+    all that was queued. So did scans at `now`."""
+    gate = Gate()
+    async with (
+        a_server(partitions=1) as server,
+        connect(server.url("b")) as client,
+        an_indexer(server.url("b"), tmp_path, undo_mutations=100, work=gate) as indexer,
+    ):
+        figures = indexer.slices[0].figures
+
+        async def write(first: int, end: int, figure: str) -> None:
+            for number in range(first, end):
+                await client.set(f"k{number}", "{}")
+            await eventually(lambda: figures()[figure] == end, f"{figure} is {end}")
+
+        await write(0, 90, "applied")
+        await write(90, 100, "applied")
+        gate.close()
+        await write(100, 150, "received")
+        assert figures()["applied"] == 100
+        gate.open()
+        await eventually(lambda: figures()["applied"] == 150, "all is applied")
+
+
+async def test_what_another_commit_followed_survives_a_crash() -> None:
+    pipeline = Pipeline(MemoryPool(POOL_BYTES), _work_at_once)
+    durable_seqs = []
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(pipeline.run)
+        # The third goes back.
+        for seq in 5, 9, 3, 4:
+            position = Position(FailoverLog(), SeqNo(seq), SeqNo(seq), None)
+            pipeline.put(IndexBatch(PartitionId(0), Mark(position)))
+            assert await pipeline.drain()
+            durable_seqs.append(pipeline.durable_seq(PartitionId(0)))
+        nursery.cancel_scope.cancel()
+    assert durable_seqs == [0, 5, 3, 3]
+    assert pipeline.durable_seq(PartitionId(1)) == 0
 
 
 async def test_a_full_queue_holds_the_stream_of_a_new_index(

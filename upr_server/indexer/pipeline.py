@@ -25,7 +25,7 @@ import attrs
 import trio
 
 from upr_protocol.concurrency import Notifier
-from upr_protocol.ids import PartitionId
+from upr_protocol.ids import PartitionId, SeqNo
 from upr_server.indexer.batch_queues import ROUND_BYTES, BatchQueues
 from upr_server.indexer.disk import Disk
 from upr_server.indexer.document_rows import RoundChanges
@@ -158,6 +158,10 @@ class Pipeline:
         """The calls of `wait_until_applied`, the oldest first."""
         self._rounds: deque[_Round] = deque()
         """The rounds under way, the oldest first."""
+        self._applied_seqs: dict[PartitionId, SeqNo] = {}
+        """How far the indexes are in each partition of which they were given something."""
+        self._durable_seqs: dict[PartitionId, SeqNo] = {}
+        """How far they were one round before."""
         self._waiting_tasks = 0
         self._arrived = Notifier()
         self.applied = Notifier()
@@ -203,6 +207,13 @@ class Pipeline:
     def round_count(self, file: IndexFile) -> int:
         """How many rounds were applied to an index. O(members)."""
         return self.rounds + self._rounds_of(file)
+
+    def durable_seq(self, partition: PartitionId) -> SeqNo:
+        """Up to which number all indexes have a partition even after a crash of the machine, which
+        may take the last commit of each index back. 0 if that is not known. O(1)."""
+        durable_seq = self._durable_seqs.get(partition, SeqNo(0))
+        # A rollback may have taken them back meanwhile.
+        return min(durable_seq, self._applied_seqs.get(partition, SeqNo(0)))
 
     async def drain(self) -> bool:
         """Waits until everything that was put so far is applied. Returns False when it never will
@@ -352,7 +363,9 @@ class Pipeline:
 
     def _end_round(self) -> None:
         self._queues.end_round()
+        self._durable_seqs = self._applied_seqs.copy()
         for batch in self._rounds.popleft().batches:
+            self._applied_seqs[batch.partition] = batch.mark.seq
             self._pool.release(batch.nbytes)
             self.mutations += sum(len(chunk) for chunk in batch.chunks)
         self.rounds += 1

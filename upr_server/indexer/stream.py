@@ -229,6 +229,8 @@ class IndexerStream:
             self._consumer = consumer
             # Before the indexes have a change, its key must be on disk.
             self._pipeline.before_round = consumer.flush_received_keys
+            # A save waits until all that is queued is applied. Keys are mostly forgotten without.
+            consumer.durable_seq = self._pipeline.durable_seq
             self._changed.notify()
             failure: UprError | None = None
             try:

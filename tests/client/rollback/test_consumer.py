@@ -594,6 +594,35 @@ async def test_the_position_is_saved_before_keys_are_dropped(
     assert all(saved >= droppable > 0 for saved, droppable in saved_and_droppable)
 
 
+@pytest.mark.parametrize(("durable_seq", "saves"), [(30, False), (5, True)])
+async def test_keys_are_forgotten_without_a_save_where_their_changes_are_durable(
+    net: FakeNet,
+    server: FakeServer,
+    tmp_path: Path,
+    autojump_clock: MockClock,
+    durable_seq: int,
+    saves: bool,
+) -> None:
+    fill_one_partition(server, 10)
+    store = MemoryStore()
+    async with consume_with_rollback(
+        URL,
+        tmp_path / "received-keys",
+        resume=store,
+        received_keys_limits=ReceivedKeysLimits(entries=20),
+        save_limits=SaveLimits(1e9, 1e9, 1e9),
+        dial=net.dial,
+    ) as consumer:
+        consumer.durable_seq = lambda _partition: SeqNo(durable_seq)
+        await until_completed(consumer)
+        saves_before = store.saves
+        for index in range(10, 30):
+            server.put(b"%d" % index, b"v")
+        await until_completed(consumer)
+        assert len(consumer._received_keys.keys) <= 20
+        assert (store.saves > saves_before) == saves
+
+
 async def test_a_damaged_file_of_received_keys_raises_an_error(
     net: FakeNet, server: FakeServer, tmp_path: Path, autojump_clock: MockClock
 ) -> None:

@@ -30,15 +30,21 @@ LOG = FailoverLog.of_pairs([(2, 10), (1, 0)])
 KEYS = st.binary(min_size=1, max_size=1)
 Row = tuple[bytes, int, int]
 ROWS = st.lists(st.tuples(KEYS, st.integers(1, 30), st.sampled_from([0, 1, 2, 3])), max_size=6)
+OPERATIONS = st.sampled_from(["receive", "replace", "trim", "trim in order", "drop"])
 
 
-def trim(received_keys: ReceivedKeys, droppable_seq: SeqNo) -> None:
-    """Drops the oldest keys up to a number of every partition, if there are too many."""
-    for _ in received_keys.trim(lambda _: droppable_seq):
+def trim(received_keys: ReceivedKeys, droppable_seq: SeqNo, *, in_order: bool = False) -> bool:
+    """Drops the oldest keys up to a number of every partition; gives what `trim` returns."""
+    steps = received_keys.trim(lambda _: droppable_seq, in_order=in_order)
+    while True:
+        try:
+            next(steps)
+        except StopIteration as end:
+            return bool(end.value)
         received_keys.check_invariants()
 
 
-@given(st.lists(st.tuples(st.sampled_from(["receive", "replace", "trim", "drop"]), ROWS)))
+@given(st.lists(st.tuples(OPERATIONS, ROWS)))
 def test_every_key_above_the_floor_is_known_by_its_last_version(
     operations: list[tuple[str, list[Row]]],
 ) -> None:
@@ -62,6 +68,13 @@ def test_every_key_above_the_floor_is_known_by_its_last_version(
             received_keys.drop(P)
             model.clear()
             assert received_keys.floor(P) == 0
+        elif operation == "trim in order":
+            before = list(received_keys.versions())
+            is_enough = trim(received_keys, SeqNo(20), in_order=True)
+            after = list(received_keys.versions())
+            assert before[len(before) - len(after) :] == after
+            assert is_enough == (len(after) <= 3)
+            assert is_enough or after[0][2].seq > 20
         else:
             # Nothing is dropped of a partition before its keys were compared with the server's.
             is_compared = all(v.history_id for _, _, v in received_keys.versions())

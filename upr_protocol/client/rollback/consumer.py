@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import deque
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
 from itertools import repeat
@@ -41,6 +41,11 @@ class RollbackConsumer(RollbackIterator):
     Every key is recorded on disk before the application is given the event that brings it, or
     when the application calls `flush_received_keys`, if it has asked for that. An application that
     is killed while it processes `Undone` gets it, or one that undoes as much, again.
+
+    Attributes:
+        durable_seq: May be set by an application whose store has much to do at each save. Gives the
+            number up to which what came of a partition survives a crash anyway. Then keys up to
+            there are forgotten without a save.
     """
 
     def __init__(
@@ -56,6 +61,7 @@ class RollbackConsumer(RollbackIterator):
         """Partitions that the application must start again, whatever the server says."""
         self._current_plan: RollbackPlan | None = None
         """The plan whose event the application is processing."""
+        self.durable_seq: Callable[[PartitionId], SeqNo] | None = None
 
     async def __anext__(self) -> Event | Undone:
         """The next event; the one before is processed. See `Consumer.__anext__`.
@@ -78,9 +84,20 @@ class RollbackConsumer(RollbackIterator):
             await self._received_keys.confirm_rollback(event.partition, versions)
             self._current_plan = None
         if self._received_keys.keys.is_overfull and self._current_event is None:
-            # The next process must not begin below a key that is dropped now.
+            await self._forget_oldest_keys()
+
+    async def _forget_oldest_keys(self) -> None:
+        """Drops the oldest received keys. The next process must not begin below one of them."""
+        keys_file = self._received_keys
+        if self.durable_seq is None or not await keys_file.trim(
+            self._droppable_seq_without_save, in_order=True
+        ):
             await self._consumer.save()
-            await self._received_keys.trim(self._droppable_seq)
+            await keys_file.trim(self._droppable_seq)
+
+    def _droppable_seq_without_save(self, partition: PartitionId) -> SeqNo:
+        assert self.durable_seq is not None
+        return min(self.durable_seq(partition), self._droppable_seq(partition))
 
     def _droppable_seq(self, partition: PartitionId) -> SeqNo:
         if not self._planner.is_compared(partition):

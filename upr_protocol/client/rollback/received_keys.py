@@ -152,26 +152,36 @@ class ReceivedKeys:
         for key in list(self._versions.get(partition, {})):
             self._delete(partition, key)
 
-    def trim(self, droppable_seq: Callable[[PartitionId], SeqNo]) -> Generator[None, None, None]:
-        """Drops the oldest keys if there are too many, but none above its partition's
-        `droppable_seq`: the next accepted stream has to be compared with those.
+    def trim(
+        self, droppable_seq: Callable[[PartitionId], SeqNo], *, in_order: bool = False
+    ) -> Generator[None, None, bool]:
+        """Drops the oldest keys, but none above its partition's `droppable_seq`: the next accepted
+        stream has to be compared with those.
 
-        Drops an eighth more than it must, so that it seldom has work. O(dropped and kept back), in
-        steps of `TRIM_STEP` keys; after each step the keys are as good as before it.
+        Leaves an eighth less than the limits allow, so that it seldom has work. O(dropped and kept
+        back), in steps of `TRIM_STEP` keys; after each step the keys are as good as before it.
+
+        Args:
+            droppable_seq: Up to which number the keys of a partition may be dropped.
+            in_order: Whether it ends at the first key that it must keep, and drops no later one.
+
+        Returns:
+            Whether it has left so few.
         """
-        if not self.is_overfull:
-            return
         entries_max = self._limits.entries * 7 // 8
         nbytes_max = self._limits.nbytes * 7 // 8
         for place, (partition, key) in enumerate(list(self._order), 1):
             if len(self) <= entries_max and self._nbytes <= nbytes_max:
-                return
+                return True
             version = self._versions[partition].get(key)
             if version is not None and version.seq <= droppable_seq(partition):
                 self.raise_floor(partition, version.seq)
                 self._delete(partition, key)
+            elif version is not None and in_order:
+                return False
             if not place % TRIM_STEP:
                 yield
+        return len(self) <= entries_max and self._nbytes <= nbytes_max
 
     def _set(self, partition: PartitionId, key: bytes, version: ReceivedVersion) -> None:
         versions = self._versions.setdefault(partition, {})

@@ -175,16 +175,18 @@ class ReceivedKeysFile:
         """Records that keys received at or below `seq` may be missing here."""
         await self._append("floor", partition, seq)
 
-    async def trim(self, droppable_seq: Callable[[PartitionId], SeqNo]) -> None:
-        """Drops the oldest keys if there are too many; now and then rewrites the file. See
-        `ReceivedKeys.trim`."""
-        await run_steps(self.keys.trim(droppable_seq))
+    async def trim(
+        self, droppable_seq: Callable[[PartitionId], SeqNo], *, in_order: bool = False
+    ) -> bool:
+        """Drops the oldest keys; now and then rewrites the file. See `ReceivedKeys.trim`."""
+        has_trimmed = await run_steps(self.keys.trim(droppable_seq, in_order=in_order))
         if self._file.nbytes > 2 * self._compacted_bytes + _GARBAGE_BYTES:
             # The keys do not change meanwhile: who changes them waits for this.
             await trio.to_thread.run_sync(self._rewrite)
             self._compacted_bytes = self._file.nbytes
         else:
             await trio.lowlevel.checkpoint()
+        return has_trimmed
 
     def _rewrite(self) -> None:
         with self._write_lock:
