@@ -272,6 +272,29 @@ def test_a_design_that_the_lost_request_has_dropped_is_dropped() -> None:
             client.drop("d")
 
 
+def test_a_drop_that_is_lost_on_a_used_connection_is_not_sent_again() -> None:
+    """The second would say that there is no such design."""
+    drops = []
+
+    class Handler(Answers):
+        def do_DELETE(self) -> None:  # noqa: N802  the base class calls it so
+            drops.append(self.path)
+            self.close_connection = True
+
+    with HTTPServer(("127.0.0.1", 0), Handler) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            with IndexClient(f"http://127.0.0.1:{server.server_port}") as client:
+                client.status()
+                with pytest.raises(BrokenError):
+                    client.drop("d")
+        finally:
+            server.shutdown()
+            thread.join()
+    assert drops == ["/v1/designs/d"]
+
+
 LINES = b'{"key":[1],"id":"a"}\n{"key":[2],"id":"b","included":[3]}\n'
 
 

@@ -119,6 +119,9 @@ class IndexNode:
         connection = self._connection
         # The connection gives this to sockets that it makes; a socket that it has keeps its own.
         connection.timeout = timeout_s
+        if method == "DELETE":
+            # Sent again below, it could say that what it has removed was never there.
+            connection.close()
         is_reused = connection.sock is not None
         if connection.sock is not None:
             connection.sock.settimeout(connection.timeout)
