@@ -29,6 +29,7 @@ class ReceivedWrite(msgspec.Struct, frozen=True):
         ends: Where snapshots end in them.
         answers: Answers to publishers, of the snapshots that are complete.
         purge_seq: Tombstones at or below it may never have come.
+        is_continuation: Whether the disk has the front of the first snapshot.
     """
 
     record: PartitionRecord
@@ -36,6 +37,7 @@ class ReceivedWrite(msgspec.Struct, frozen=True):
     ends: Sequence[SeqNo]
     answers: Sequence[PublisherAnswer]
     purge_seq: SeqNo
+    is_continuation: bool
 
 
 class ReceivedSnapshots:
@@ -197,7 +199,10 @@ class ReceivedSnapshots:
             if written_through > self.high:
                 partial = msgspec.structs.replace(record.partial, received_seq=written_through)
             record = msgspec.structs.replace(record, partial=partial)
-        write = ReceivedWrite(record, chunks, self._ends, self._answers, self._purge_seq)
+        is_continuation = self.written_record.partial is not None
+        write = ReceivedWrite(
+            record, chunks, self._ends, self._answers, self._purge_seq, is_continuation
+        )
         self._chunks, self._ends, self._answers = held_chunks, [], []
         self._purge_seq = SeqNo(0)
         self.nbytes = sum(chunk.nbytes for chunk in held_chunks)

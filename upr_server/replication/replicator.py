@@ -23,11 +23,12 @@ from upr_protocol.client import (
     StreamAccepted,
     consume_as_replica,
 )
-from upr_protocol.concurrency import Notifier
+from upr_protocol.concurrency import Notifier, run_steps
 from upr_protocol.errors import RemoteProtocolError, ServerError, Status, UprError
 from upr_protocol.failover import FailoverLog
 from upr_protocol.ids import Cas, PartitionId, PartitionState, SeqNo
 from upr_server.engine import Partition, unpack_result
+from upr_server.replication.joined_snapshots import join_snapshots
 from upr_server.replication.local_server import LocalServer, streams_ended
 from upr_server.replication.received_snapshots import PublisherAnswer, ReceivedSnapshots
 from upr_server.replication.roles import STEP_PARTITIONS, ReplicationSource
@@ -402,9 +403,10 @@ class Replicator:
             partition.repeated_batches.add_received(write.answers[begin:end])
             begin = end
         answers = await take_answers(partition, write.record.high)
-        return PartitionWrite(
-            partition_id, write.record, write.chunks, answers, write.ends, write.purge_seq
+        chunks, ends = await run_steps(
+            join_snapshots(write.chunks, write.ends, is_continued=write.is_continuation)
         )
+        return PartitionWrite(partition_id, write.record, chunks, answers, ends, write.purge_seq)
 
     async def _write_to_disk(self, writes: list[PartitionWrite]) -> None:
         """Puts it on disk, and moves the partitions there. Waits for room on a full disk, until the
