@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import resource
 import signal
+import tempfile
 import threading
-from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
 import trio
-from hypothesis import given
+from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
 from upr_protocol.client.rollback import received_keys as received_keys_module
+from upr_protocol.client.rollback import received_keys_file, received_keys_rewrite
 from upr_protocol.client.rollback.checksummed_file import ChecksummedFile, DamagedFileError
 from upr_protocol.client.rollback.received_keys import (
     RECEIVED_KEY_BYTES,
@@ -259,20 +261,10 @@ async def test_ctrl_c_while_keys_are_written_loses_none(
     ]
 
 
-async def test_the_file_does_not_grow_for_ever(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_the_file_does_not_grow_for_ever(tmp_path: Path) -> None:
     path = tmp_path / "keys"
     file = ReceivedKeysFile(path, "b", ReceivedKeysLimits(entries=100))
-    threads: set[int] = set()
-    compact = ReceivedKeysFile._compact
-
-    def compact_noted(keys_file: ReceivedKeysFile) -> Iterator[bytes]:
-        threads.add(threading.get_ident())
-        return compact(keys_file)
-
-    monkeypatch.setattr(ReceivedKeysFile, "_compact", compact_noted)
-    largest = 0
+    largest = rewrites = size = 0
     for index in range(60):
         rows = [
             (b"%d-%d" % (index, n) + bytes(200), SeqNo(index * 1000 + n + 1), HistoryId(1))
@@ -280,11 +272,11 @@ async def test_the_file_does_not_grow_for_ever(
         ]
         await file.receive(P, rows)
         await file.trim(lambda _: SeqNo(1 << 40))
-        largest = max(largest, path.stat().st_size)
+        rewrites += path.stat().st_size < size
+        size = path.stat().st_size
+        largest = max(largest, size)
     assert len(file.keys) == 87
-    # To encode 200,000 keys would hold the event loop for 60 ms.
-    assert threads
-    assert threading.get_ident() not in threads
+    assert rewrites
     floor = file.keys.floor(P)
     file.close()
     assert largest < 5_000_000
@@ -293,6 +285,63 @@ async def test_the_file_does_not_grow_for_ever(
     again.close()
     assert list(again.keys.versions()) == list(file.keys.versions())
     assert again.keys.floor(P) == floor > 0
+
+
+FILE_OPERATIONS = st.lists(
+    st.tuples(
+        st.sampled_from(["receive"] * 3 + ["trim"] * 3 + ["replace", "drop", "flush"]),
+        st.integers(0, 2),
+        st.lists(st.integers(0, 30), min_size=1, max_size=8),
+    ),
+    min_size=20,
+    max_size=80,
+)
+
+
+@given(FILE_OPERATIONS, st.booleans())
+@settings(max_examples=30)
+def test_whatever_changes_while_the_file_is_rewritten_is_in_it(
+    operations: list[tuple[str, int, list[int]]], is_buffered: bool
+) -> None:
+    """Of each partition, every key above the floor has its last version."""
+    model: dict[tuple[int, bytes], ReceivedVersion] = {}
+    sizes: list[int] = []
+
+    async def run_on(path: Path) -> ReceivedKeys:
+        file = ReceivedKeysFile(path, "b", ReceivedKeysLimits(entries=12), is_buffered=is_buffered)
+        for seq, (operation, number, keys) in enumerate(operations, 1):
+            partition = PartitionId(number)
+            version = ReceivedVersion(SeqNo(seq), HistoryId(1))
+            names = {b"k%d" % key for key in keys}
+            if operation == "receive":
+                await file.receive(partition, [(name, SeqNo(seq), HistoryId(1)) for name in names])
+            elif operation == "replace":
+                await file.confirm_rollback(partition, dict.fromkeys(names, version))
+            elif operation == "drop":
+                await file.confirm_rollback(partition, None)
+                for key in [key for key in model if key[0] == number]:
+                    del model[key]
+            elif operation == "trim":
+                await file.trim(lambda _: SeqNo(1 << 40))
+            else:
+                file.flush()
+            if operation in ("receive", "replace"):
+                model.update(dict.fromkeys(((number, name) for name in names), version))
+            sizes.append(file._file.nbytes)
+        file.close()
+        return file.keys
+
+    with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(received_keys_file, "_GARBAGE_BYTES", 0)
+        patch.setattr(received_keys_rewrite, "VERSIONS_PER_RECORD", 3)
+        keys = trio.run(run_on, Path(folder) / "keys")
+        again = reopened(Path(folder) / "keys").keys
+    event(f"rewritten: {any(after < before for before, after in pairwise(sizes))}")
+    for (number, name), version in model.items():
+        partition = PartitionId(number)
+        assert again.floor(partition) <= keys.floor(partition)
+        known_version = again.version(partition, name)
+        assert known_version == version or version.seq <= again.floor(partition)
 
 
 def test_a_file_of_another_format_is_refused(tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, Final
 
@@ -19,6 +19,7 @@ from upr_protocol.client.rollback.received_keys import (
     ReceivedKeysLimits,
     ReceivedVersion,
 )
+from upr_protocol.client.rollback.received_keys_rewrite import ReceivedKeysRewrite
 from upr_protocol.concurrency import run_steps
 from upr_protocol.failover import FailoverLog
 from upr_protocol.ids import HistoryId, PartitionId, SeqNo
@@ -29,7 +30,13 @@ _SEVERAL: Final = "several"
 """The kind of a record that holds several changes: they share a checksum, so a crash leaves all of
 them or none."""
 
-_VERSIONS_PER_RECORD: Final = 10_000
+_REWRITTEN_PER_RECEIVED: Final = 4
+"""How many keys are encoded anew with each that comes, while the file is rewritten. Until that is
+done as many come as a quarter of the keys."""
+
+_REWRITTEN_MAX: Final = 2000
+"""How many are encoded in one step: 2 ms."""
+
 _GARBAGE_BYTES: Final = 4 * 1024 * 1024
 """The file is rewritten when it holds this much garbage, plus as much again as it holds data."""
 
@@ -75,6 +82,7 @@ class ReceivedKeysFile:
             self._file.close()
             raise
         self._compacted_bytes = self._file.nbytes
+        self._rewrite: ReceivedKeysRewrite | None = None
 
     def _header(self) -> bytes:
         return msgspec.msgpack.encode([_MAGIC, _VERSION, self._bucket])
@@ -136,7 +144,10 @@ class ReceivedKeysFile:
             if not records:
                 return
             fields = records[0] if len(records) == 1 else (_SEVERAL, records)
-            self._file.append(msgspec.msgpack.encode(fields))
+            record = msgspec.msgpack.encode(fields)
+            self._file.append(record)
+            if self._rewrite is not None:
+                self._rewrite.appended_records.append(record)
             # Only now: Ctrl-C before it loses none. What it has written again does no harm.
             for _ in buffered_changes:
                 self._buffer.popleft()
@@ -153,6 +164,9 @@ class ReceivedKeysFile:
             self.keys.receive(partition, received_rows)
         else:
             await self._append("received", partition, received_rows)
+        if self._rewrite is not None and not self._rewrite.is_done:
+            count = min(_REWRITTEN_PER_RECEIVED * len(received_rows), _REWRITTEN_MAX)
+            self._rewrite.step(count)
 
     def flush(self) -> None:
         """Writes the keys in the buffer. May be called in any thread, and blocks it.
@@ -180,30 +194,21 @@ class ReceivedKeysFile:
     ) -> bool:
         """Drops the oldest keys; now and then rewrites the file. See `ReceivedKeys.trim`."""
         has_trimmed = await run_steps(self.keys.trim(droppable_seq, in_order=in_order))
-        if self._file.nbytes > 2 * self._compacted_bytes + _GARBAGE_BYTES:
-            # The keys do not change meanwhile: who changes them waits for this.
-            await trio.to_thread.run_sync(self._rewrite)
-            self._compacted_bytes = self._file.nbytes
+        if self._rewrite is None:
+            if self._file.nbytes > 2 * self._compacted_bytes + _GARBAGE_BYTES:
+                self._rewrite = ReceivedKeysRewrite(self.keys)
+            await trio.lowlevel.checkpoint()
+        elif self._rewrite.is_done:
+            await trio.to_thread.run_sync(self._finish_rewrite, self._rewrite)
         else:
             await trio.lowlevel.checkpoint()
         return has_trimmed
 
-    def _rewrite(self) -> None:
+    def _finish_rewrite(self, rewrite: ReceivedKeysRewrite) -> None:
         with self._write_lock:
-            self._file.replace(self._compact())
-
-    def _compact(self) -> Iterator[bytes]:
-        yield self._header()
-        for partition, seq in self.keys.floors().items():
-            yield msgspec.msgpack.encode(("floor", partition, seq))
-        versions: dict[PartitionId, dict[bytes, ReceivedVersion]] = {}
-        for partition, key, version in self.keys.versions():
-            versions.setdefault(partition, {})[key] = version
-        for partition, partition_versions in versions.items():
-            rows = _encodable(partition_versions)
-            for begin in range(0, len(rows), _VERSIONS_PER_RECORD):
-                batch = rows[begin : begin + _VERSIONS_PER_RECORD]
-                yield msgspec.msgpack.encode(("replaced", partition, batch))
+            self._file.replace([self._header(), *rewrite.records()])
+            self._compacted_bytes = self._file.nbytes
+            self._rewrite = None
 
     def close(self) -> None:
         """Writes what is buffered, and closes the file.
