@@ -277,7 +277,7 @@ def test_a_drop_that_is_lost_on_a_used_connection_is_not_sent_again() -> None:
     drops = []
 
     class Handler(Answers):
-        def do_DELETE(self) -> None:  # noqa: N802  the base class calls it so
+        def do_DELETE(self) -> None:
             drops.append(self.path)
             self.close_connection = True
 
