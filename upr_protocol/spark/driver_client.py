@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from datetime import datetime
 from functools import partial
@@ -21,7 +21,7 @@ from upr_protocol.client.options import new_lease_id
 from upr_protocol.errors import BrokenError, ServerError, Status, UprError
 from upr_protocol.failover import FailoverLog
 from upr_protocol.hashing import partition_of
-from upr_protocol.ids import Durability, HistoryId, PartitionId
+from upr_protocol.ids import Durability, HistoryId, PartitionId, SeqNo
 from upr_protocol.limits import LEASE_TIME_TO_LIVE_S_MAX
 from upr_protocol.spark.driver_connection import ANSWERS, DriverConnection
 from upr_protocol.spark.errors import OptionError
@@ -75,6 +75,17 @@ class DriverClient(Protocol):
 
     def close(self) -> None:
         """Closes the connection."""
+
+
+def holds_ranges(lease: HeldLease, ranges: Iterable[tuple[PartitionId, SeqNo, SeqNo]]) -> bool:
+    """Whether a lease holds these ranges: partition, start (exclusive) and end of each."""
+    leased_ranges = {leased.partition: leased for leased in lease.ranges}
+    return all(
+        partition in leased_ranges
+        and leased_ranges[partition].start <= start
+        and end <= leased_ranges[partition].end
+        for partition, start, end in ranges
+    )
 
 
 def acquire_new_lease(

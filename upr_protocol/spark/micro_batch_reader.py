@@ -27,6 +27,7 @@ from upr_protocol.spark.driver_client import (
     BucketDriverClient,
     DriverClient,
     acquire_new_lease,
+    holds_ranges,
 )
 from upr_protocol.spark.errors import PipelineError, as_pipeline_error, sentence_first
 from upr_protocol.spark.offset import StreamOffset
@@ -39,7 +40,6 @@ from upr_protocol.spark.stream_plan import (
     BacklogSize,
     StreamLimits,
     StreamPlan,
-    holds_ranges,
     ranges_between,
     rollback_error,
     sizes_of,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from datetime import datetime
 from typing import Final, TypeVar
 
@@ -13,7 +13,7 @@ from upr_protocol.client import HeldLease, PartitionInfo, PartitionNumbers
 from upr_protocol.errors import ServerError, Status
 from upr_protocol.failover import FailoverLog, RollBack, decide_start
 from upr_protocol.ids import SEQ_MAX, HistoryId, PartitionId, SeqNo
-from upr_protocol.spark.driver_client import DriverClient, acquire_new_lease
+from upr_protocol.spark.driver_client import DriverClient, acquire_new_lease, holds_ranges
 from upr_protocol.spark.errors import OptionError, PipelineError
 from upr_protocol.spark.offset import PartitionOffset, StreamOffset
 from upr_protocol.spark.read_tasks import PartitionRange, RollbackMarker
@@ -580,17 +580,6 @@ def _holds_snapshots(lease: HeldLease, partitions: Mapping[PartitionId, Partitio
             for partition, offset in partitions.items()
             if offset.seq < offset.snapshot_end
         ),
-    )
-
-
-def holds_ranges(lease: HeldLease, ranges: Iterable[tuple[PartitionId, SeqNo, SeqNo]]) -> bool:
-    """Whether a lease holds these ranges: partition, start (exclusive) and end of each."""
-    leased_ranges = {leased.partition: leased for leased in lease.ranges}
-    return all(
-        partition in leased_ranges
-        and leased_ranges[partition].start <= start
-        and end <= leased_ranges[partition].end
-        for partition, start, end in ranges
     )
 
 

@@ -19,6 +19,7 @@ from upr_protocol.spark.driver_client import (
     BucketDriverClient,
     DriverClient,
     acquire_new_lease,
+    holds_ranges,
 )
 from upr_protocol.spark.errors import PipelineError, as_pipeline_error
 from upr_protocol.spark.read_options import ReadOptions
@@ -165,11 +166,12 @@ def check_cut(
 ) -> None:
     """Makes sure, once the rows of a cut are read, that all of them are of the histories of its
     starts and its ends. After a failover, the new node gives other changes for the same numbers, or
-    what comes after a start that it never had.
+    what comes after a start that it never had. Also that none were compacted: a node that took over
+    knows nothing of the lease.
 
     Raises:
-        PipelineError: `UPR_ROLLBACK`: they are not. Or `starts_of` raised it, or the server cannot
-            be asked.
+        PipelineError: `UPR_ROLLBACK` or `UPR_RANGE_GONE`: it is not so. Or `starts_of` raised it,
+            or the server cannot be asked.
     """
     driver.seqnos()
     infos = driver.partition_infos()
@@ -182,6 +184,27 @@ def check_cut(
                 f"partition {partition} lost changes up to {end} while they were read: there was a "
                 "failover, or the bucket was created again. Run this again",
             )
+    if not _is_held(driver, cut):
+        raise PipelineError(
+            "UPR_RANGE_GONE",
+            "the lease did not hold all changes while they were read: another node has become "
+            "active for a partition, or this took longer than leaseSeconds and compaction has "
+            "removed some. Run this again",
+        )
+
+
+def _is_held(driver: DriverClient, cut: PinnedCut) -> bool:
+    """Whether the lease has held all of a cut since it was granted. One that has lapsed can be
+    renewed as long as nothing of it is gone."""
+    try:
+        lease = driver.renew_lease(cut.lease_id)
+    except ServerError as error:
+        if error.status is not Status.RANGE_GONE:
+            raise
+        return False
+    return holds_ranges(
+        lease, ((partition, cut.starts[partition], end) for partition, end in cut.ends.items())
+    )
 
 
 def options_with_url(url: str, options: Mapping[str, str]) -> dict[str, str]:
