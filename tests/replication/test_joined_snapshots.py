@@ -11,10 +11,11 @@ from hypothesis import strategies as st
 
 from upr_protocol.chunk import Chunk, Mutation
 from upr_protocol.ids import Cas, Operation, SeqNo
-from upr_server.replication.joined_snapshots import JOINED_BYTES_MAX, STEP_RUNS, join_snapshots
+from upr_server.engine.snapshots.collapse import JOINED_SNAPSHOTS_MAX, SHORT_RUN_BYTES_MAX
+from upr_server.replication.joined_snapshots import join_snapshots
 
 KEYS = 6
-LARGE_BYTES = JOINED_BYTES_MAX // 3
+LARGE_BYTES = SHORT_RUN_BYTES_MAX // 3
 
 PARTS = st.lists(
     st.tuples(
@@ -31,7 +32,7 @@ any more, and whether its snapshot ends there."""
 
 
 @attrs.define
-class Received:
+class ReceivedStream:
     """Chunks and ends, as a stream brings them.
 
     Attributes:
@@ -43,11 +44,11 @@ class Received:
     ends: list[SeqNo] = attrs.field(factory=list)
 
 
-def received(
+def stream_of(
     parts: Iterable[tuple[Sequence[tuple[int, int]], int, bool]], seq: int = 7
-) -> Received:
+) -> ReceivedStream:
     """What comes after a number. A snapshot has each key once."""
-    stream = Received()
+    stream = ReceivedStream()
     keys_of_snapshot: set[int] = set()
     for rows, gap, ends in parts:
         start, mutations = seq, []
@@ -69,7 +70,7 @@ def received(
     return stream
 
 
-def run(stream: Received, *, is_continued: bool = False) -> tuple[Received, int]:
+def run(stream: ReceivedStream, *, is_continued: bool = False) -> tuple[ReceivedStream, int]:
     """What is left, and how many steps it took."""
     steps = join_snapshots(stream.chunks, stream.ends, is_continued=is_continued)
     count = 1
@@ -77,7 +78,7 @@ def run(stream: Received, *, is_continued: bool = False) -> tuple[Received, int]
         try:
             next(steps)
         except StopIteration as end:
-            return Received(*end.value), count
+            return ReceivedStream(*end.value), count
         count += 1
 
 
@@ -90,7 +91,7 @@ def contents(chunks: Iterable[Chunk], through: int) -> dict[bytes, Mutation]:
 def test_at_each_end_that_is_left_the_contents_are_the_same(
     parts: list[tuple[list[tuple[int, int]], int, bool]], is_continued: bool
 ) -> None:
-    stream = received(parts)
+    stream = stream_of(parts)
     joined, _ = run(stream, is_continued=is_continued)
     assert set(joined.ends) <= set(stream.ends)
     assert joined.ends[-1:] == stream.ends[-1:]
@@ -117,32 +118,28 @@ def test_at_each_end_that_is_left_the_contents_are_the_same(
         sum(c.nbytes for c in stream.chunks if start < c.end <= end)
         for start, end in pairwise(starts)
     ]
-    assert all(before + after > JOINED_BYTES_MAX for before, after in pairwise(sizes))
+    assert all(before + after > SHORT_RUN_BYTES_MAX for before, after in pairwise(sizes))
 
 
-def test_many_small_snapshots_become_one_chunk() -> None:
-    joined, steps = run(received([([(index % KEYS, 1)], 0, True) for index in range(100)]))
-    (chunk,) = joined.chunks
-    assert joined.ends == [107]
-    assert chunk.count == KEYS
-    assert steps == 1
+def test_many_small_snapshots_become_few_chunks() -> None:
+    """Others have their turn after each."""
+    stream = stream_of([([(index % KEYS, 1)], 0, True) for index in range(150)])
+    joined, steps = run(stream)
+    assert joined.ends == [7 + JOINED_SNAPSHOTS_MAX, 7 + 2 * JOINED_SNAPSHOTS_MAX, 157]
+    assert [chunk.count for chunk in joined.chunks] == [KEYS, KEYS, KEYS]
+    assert steps == 3
 
 
 def test_what_is_large_is_not_copied() -> None:
-    stream = received([([(1, 2 * LARGE_BYTES), (2, 2 * LARGE_BYTES)], 0, True)] * 3)
+    stream = stream_of([([(1, 2 * LARGE_BYTES), (2, 2 * LARGE_BYTES)], 0, True)] * 3)
     joined, _ = run(stream)
     assert joined.ends == stream.ends
     assert all(a is b for a, b in zip(joined.chunks, stream.chunks, strict=True))
 
 
 def test_the_front_of_a_snapshot_stays_as_it_is() -> None:
-    stream = received([([(1, 1)], 0, True), ([(2, 1)], 0, True), ([(1, 1)], 0, False)])
+    stream = stream_of([([(1, 1)], 0, True), ([(2, 1)], 0, True), ([(1, 1)], 0, False)])
     joined, _ = run(stream)
     assert joined.ends == stream.ends[1:]
     assert len(joined.chunks) == 2
     assert joined.chunks[1] is stream.chunks[2]
-
-
-def test_others_have_their_turn() -> None:
-    stream = received([([(index % KEYS, LARGE_BYTES)], 0, True) for index in range(STEP_RUNS * 5)])
-    assert run(stream)[1] > 2

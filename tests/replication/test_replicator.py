@@ -41,7 +41,7 @@ from upr_server.config import ServerConfig
 from upr_server.engine import MutateResult, Partition, WriterToken, batch_of
 from upr_server.engine.mutate_result import pack_result
 from upr_server.engine.publisher_answers import BATCHES_MAX
-from upr_server.replication.joined_snapshots import JOINED_BYTES_MAX
+from upr_server.engine.snapshots.collapse import SHORT_RUN_BYTES_MAX
 from upr_server.replication.received_snapshots import ReceivedSnapshots
 from upr_server.replication.replicator import (
     COLLECTED_PARTITIONS,
@@ -470,7 +470,7 @@ async def test_a_rollback_keeps_what_was_received_and_not_yet_on_disk(
     async with replica() as follower:
         follower.store.commit_s = 5.0
         # Too large to be put together: a rollback goes to the end of a snapshot.
-        await follower.receive(*(bytes(JOINED_BYTES_MAX) for _ in range(5)))
+        await follower.receive(*(bytes(SHORT_RUN_BYTES_MAX) for _ in range(5)))
         assert follower.partition.high_seq < 4
         await follower.lose(4)
         await trio.sleep(30)

@@ -7,25 +7,19 @@ for the index. The active node does the same with those that it writes (`Collaps
 from __future__ import annotations
 
 from collections.abc import Generator, Sequence
-from typing import Final
 
 from upr_kernel import KeyTable, gather
 from upr_protocol.chunk import Chunk
 from upr_protocol.ids import SeqNo
+from upr_server.engine.snapshots.collapse import JOINED_SNAPSHOTS_MAX, SHORT_RUN_BYTES_MAX
 from upr_server.engine.snapshots.document_arrays import Rows
-
-JOINED_BYTES_MAX: Final = 64 * 1024
-"""Snapshots are put together as long as they come to no more than this: 50 µs of work."""
-
-STEP_RUNS: Final = 16
-"""Runs that are put together before others have their turn."""
 
 
 def join_snapshots(
     chunks: Sequence[Chunk], ends: Sequence[SeqNo], *, is_continued: bool
 ) -> Generator[None, None, tuple[list[Chunk], list[SeqNo]]]:
-    """Makes one chunk of each run of small neighbours. Of a key it keeps the newest mutation, as a
-    snapshot has one at most.
+    """Makes one chunk of each run of small neighbours, of 64 KiB and 64 chunks at most. Of a key it
+    keeps the newest mutation, as a snapshot has one at most. In steps of one run: 0.1 ms.
 
     Args:
         chunks: Chunks of snapshots, each from where the one before ends. The last snapshot may lack
@@ -36,43 +30,45 @@ def join_snapshots(
     Returns:
         The chunks and the ends that are left.
     """
-    joined = _Joined()
+    joiner = _SnapshotJoiner()
     end_set = frozenset(ends)
     snapshot: list[Chunk] = []
     for chunk in chunks:
         snapshot.append(chunk)
         if chunk.end in end_set:
-            joined.add(snapshot, may_join=not is_continued)
+            end_count = len(joiner.ends)
+            joiner.add(snapshot, may_join=not is_continued)
             is_continued, snapshot = False, []
-            if joined.run_count >= STEP_RUNS:
-                joined.run_count = 0
+            if len(joiner.ends) > end_count:
                 yield
-    joined.end_run()
-    return joined.chunks + snapshot, joined.ends
+    joiner.end_run()
+    return joiner.chunks + snapshot, joiner.ends
 
 
-class _Joined:
-    """What has come of the snapshots so far.
+class _SnapshotJoiner:
+    """Puts snapshots together as they come.
 
     Attributes:
         chunks: The chunks that are done.
         ends: The ends of snapshots among them.
-        run_count: How many runs were ended.
     """
 
     def __init__(self) -> None:
         self.chunks: list[Chunk] = []
         self.ends: list[SeqNo] = []
-        self.run_count = 0
         self._run: list[Chunk] = []
         self._run_bytes = 0
 
     def add(self, snapshot: Sequence[Chunk], *, may_join: bool) -> None:
         """The next snapshot."""
         nbytes = sum(chunk.nbytes for chunk in snapshot)
-        if self._run_bytes + nbytes > JOINED_BYTES_MAX:
+        is_small = nbytes <= SHORT_RUN_BYTES_MAX and len(snapshot) <= JOINED_SNAPSHOTS_MAX
+        if (
+            self._run_bytes + nbytes > SHORT_RUN_BYTES_MAX
+            or len(self._run) + len(snapshot) > JOINED_SNAPSHOTS_MAX
+        ):
             self.end_run()
-        if may_join and nbytes <= JOINED_BYTES_MAX:
+        if may_join and is_small:
             self._run += snapshot
             self._run_bytes += nbytes
         else:
@@ -86,7 +82,6 @@ class _Joined:
         if run:
             self.chunks.append(run[0] if len(run) == 1 else _joined_chunk(run))
             self.ends.append(run[-1].end)
-            self.run_count += 1
             self._run, self._run_bytes = [], 0
 
 
