@@ -207,7 +207,7 @@ async def test_keep_alives_that_are_due_together_are_sent_some_in_each_turn(
         assert happenings.most["look"] <= 2 * TURN_CONNECTIONS
         for peer in peers:
             await peer.hear(Noop)
-        assert trio.current_time() == began_at + 1.5
+        assert trio.current_time() == pytest.approx(began_at + 1.5)
 
 
 class NotedLines:

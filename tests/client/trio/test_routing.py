@@ -410,7 +410,7 @@ async def test_clients_give_up_on_a_partition_without_an_active_node(
     began = trio.current_time()
     with gave_up:
         await fill_by_publishing(cluster)
-    assert 20 <= trio.current_time() - began < 25
+    assert 19.9 < trio.current_time() - began < 25
 
 
 async def test_the_retry_timeout_starts_anew_each_time_a_partition_loses_its_node(
@@ -451,7 +451,7 @@ async def test_the_retry_timeout_starts_anew_each_time_a_partition_loses_its_nod
 
     with pytest.raises(BrokenError, match="no node is active for partition 0"):
         await run()
-    assert 10 <= trio.current_time() - began < 13
+    assert 9.9 < trio.current_time() - began < 13
 
 
 async def fill_by_publishing(cluster: FakeCluster) -> None:
