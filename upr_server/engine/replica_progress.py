@@ -25,9 +25,6 @@ class _Report:
     received_seq: SeqNo
     persisted_seq: SeqNo
 
-    def end_reached(self, *, is_persisted: bool) -> SeqNo:
-        return self.persisted_seq if is_persisted else self.received_seq
-
 
 @attrs.define
 class _WaitingCall:
@@ -57,7 +54,7 @@ class ReplicaProgress:
 
     def report(
         self, replica: str, received_seq: SeqNo, persisted_seq: SeqNo, source: object = None
-    ) -> bool:
+    ) -> int:
         """A replica has come so far, or has rolled back to there. Makes some of the calls that
         waited for that.
 
@@ -69,7 +66,7 @@ class ReplicaProgress:
                 is gone.
 
         Returns:
-            Whether `make_calls` has more to do.
+            As `make_calls`.
         """
         self._reports[replica] = _Report(source, received_seq, persisted_seq)
         return self.make_calls()
@@ -91,10 +88,11 @@ class ReplicaProgress:
 
     def seq_reached_by(self, copies: int, *, persisted: bool = False) -> SeqNo:
         """The number that so many replicas have, at least; 0 when there are not so many."""
-        seqs = sorted(
-            report.end_reached(is_persisted=persisted) for report in self._reports.values()
-        )
-        return seqs[-copies] if 0 < copies <= len(seqs) else SeqNo(0)
+        reports = self._reports.values()
+        if not 0 < copies <= len(reports):
+            return SeqNo(0)
+        seqs = [report.persisted_seq if persisted else report.received_seq for report in reports]
+        return sorted(seqs)[-copies]
 
     def call_when_reached(
         self, seq: SeqNo, copies: int, *, persisted: bool, deadline: float, call: OnReplicated
@@ -114,22 +112,22 @@ class ReplicaProgress:
             calls = self._waiting_calls.setdefault((copies, persisted), deque())
             calls.append(_WaitingCall(seq, deadline, call))
 
-    def make_calls(self, now: float = -math.inf) -> bool:
-        """Makes `STEP_CALLS` of the calls that are due: those for what was reached, with True, and
-        those that have waited beyond their deadlines, with False. O(levels + calls).
+    def make_calls(self, now: float = -math.inf) -> int:
+        """Makes `STEP_CALLS` at most of the calls that are due: those for what was reached, with
+        True, and those that have waited beyond their deadlines, with False. O(levels + calls).
 
         Args:
             now: The time that deadlines are compared with.
 
         Returns:
-            Whether more may be due.
+            How many it has made. If these are `STEP_CALLS`, more may be due.
         """
         count = 0
         while self._void_calls:
             self._void_calls.popleft().call(False)
             count += 1
             if count >= STEP_CALLS:
-                return True
+                return count
         for (copies, persisted), calls in list(self._waiting_calls.items()):
             reached_seq = self.seq_reached_by(copies, persisted=persisted)
             # A call may ask for more to be waited for.
@@ -138,10 +136,10 @@ class ReplicaProgress:
                 waiting_call.call(waiting_call.seq <= reached_seq)
                 count += 1
                 if count >= STEP_CALLS:
-                    return True
+                    return count
             if not calls:
                 self._waiting_calls.pop((copies, persisted), None)
-        return False
+        return count
 
     @property
     def waiting_count(self) -> int:

@@ -5,14 +5,16 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Sequence
-from typing import Final
+from collections.abc import Sequence
+from functools import partial
+from typing import Final, Protocol
 
 import attrs
 import msgspec
 
 from upr_protocol.ids import Durability, PartitionId, SeqNo
 from upr_server.engine import Partition
+from upr_server.engine.replica_progress import OnReplicated
 from upr_server.storage.online.flusher import Flusher
 
 
@@ -46,68 +48,71 @@ IN_MEMORY: Final = DurabilityTarget(Durability.MEMORY)
 PERSISTED: Final = DurabilityTarget(Durability.PERSISTED)
 
 
+class OnDurable(Protocol):
+    """Called when a change is as durable as was asked, or will not be."""
+
+    def __call__(self, is_on_disk: bool, is_replicated: bool = True) -> None:
+        """Tells whether the disk has it, and whether the replicas do; True for what was not asked
+        for."""
+
+
 def call_when_durable(
-    call: Callable[[bool, bool], None],
+    call: OnDurable,
     partition: Partition,
     flusher: Flusher,
     seq: SeqNo,
     target: DurabilityTarget,
 ) -> None:
-    """Calls `call` when everything up to `seq` is as durable as `target` says, or will not be.
+    """Calls `call` when everything up to `seq` is as durable as `target` says, or will not be;
+    perhaps at once.
 
     Args:
-        call: Is told whether the disk has it, and whether the replicas do; True for what was not
-            asked for.
+        call: What is called.
         partition: The partition.
         flusher: The flusher of its bucket.
         seq: The number.
         target: How durable it must be.
     """
+    on_replicated: OnReplicated
     if not target.copies:
         if target.persists:
-            flusher.call_when_persisted(partition, seq, lambda is_on_disk: call(is_on_disk, True))
+            flusher.call_when_persisted(partition, seq, call)
         else:
-            call(True, True)
+            call(True)
         return
-    if target.reached_seq(partition) >= seq:
-        call(True, True)
-        return
-    durable_call = _DurableCall(call)
     if target.persists:
-        durable_call.conditions += 1
-        flusher.call_when_persisted(partition, seq, durable_call.note_persisted)
-    durable_call.conditions += 1
+        both = _OnBoth(call)
+        flusher.call_when_persisted(partition, seq, both.note_persisted)
+        on_replicated = both.note_replicated
+    else:
+        on_replicated = partial(call, True)
     partition.replicas.call_when_reached(
         seq,
         target.copies,
         persisted=target.persists,
         deadline=target.deadline,
-        call=durable_call.note_replicated,
+        call=on_replicated,
     )
-    # Either may have been met at once, and the call must not be made before both were asked for:
-    # that is the one condition more that it began with.
-    durable_call.note_condition_met()
 
 
 @attrs.define
-class _DurableCall:
-    call: Callable[[bool, bool], None]
-    conditions: int = 1
-    """Conditions that are not met yet."""
-    is_on_disk: bool = True
-    is_replicated: bool = True
+class _OnBoth:
+    """Waits for the disk and the replicas."""
+
+    call: OnDurable
+    is_on_disk: bool | None = None
+    is_replicated: bool | None = None
 
     def note_persisted(self, is_met: bool) -> None:
         self.is_on_disk = is_met
-        self.note_condition_met()
+        self._call_if_both()
 
     def note_replicated(self, is_met: bool) -> None:
         self.is_replicated = is_met
-        self.note_condition_met()
+        self._call_if_both()
 
-    def note_condition_met(self) -> None:
-        self.conditions -= 1
-        if not self.conditions:
+    def _call_if_both(self) -> None:
+        if self.is_on_disk is not None and self.is_replicated is not None:
             self.call(self.is_on_disk, self.is_replicated)
 
 

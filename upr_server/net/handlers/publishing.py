@@ -84,12 +84,9 @@ def durability_target(
     context: RequestContext, partition: Partition, durability: Durability, copies: int
 ) -> DurabilityTarget:
     """How durable a change must be; `ServerError` when it never can be."""
-    if durability is _MEMORY:
-        return IN_MEMORY
-    if durability is Durability.PERSISTED:
-        return PERSISTED
-    assert context.bucket is not None
-    replica_count = len(context.partition_maps.replicas(context.bucket.name, partition.id))
+    if durability in _WITHOUT_REPLICAS:
+        return _WITHOUT_REPLICAS[durability]
+    replica_count = _replica_count(context, partition.id)
     if max(copies, 1) > replica_count:
         raise ServerError(
             Status.TOO_FEW_REPLICAS,
@@ -100,8 +97,19 @@ def durability_target(
         raise ServerError(
             Status.BAD_ARGUMENT, f"a replicated level needs 1 or more copies, not {copies}"
         )
+    return _replicated_target(context, durability, copies)
+
+
+def _replicated_target(
+    context: RequestContext, durability: Durability, copies: int
+) -> DurabilityTarget:
     deadline = trio.current_time() + context.replication_timeout_s
     return DurabilityTarget(durability, copies, deadline)
+
+
+def _replica_count(context: RequestContext, partition: PartitionId) -> int:
+    assert context.bucket is not None
+    return len(context.partition_maps.replicas(context.bucket.name, partition))
 
 
 def mutate(context: RequestContext, request: Mutate) -> Iterator[None] | None:
@@ -142,7 +150,7 @@ class _BundleRequest(OrderedReply):
         "_results",
         "_rights_error",
         "_row_cost",
-        "_undurable_indexes",
+        "_undurable_runs",
         "_unfinished_count",
     )
 
@@ -158,8 +166,9 @@ class _BundleRequest(OrderedReply):
         self._results: list[RunResult | None] = [None] * len(self.partitions)
         self._lines = b""
         """What became of the runs, as the kernel said, if all were applied together."""
-        self._undurable_indexes: list[int] = []
-        """Those of such runs that will not be on disk."""
+        self._undurable_runs: list[tuple[int, bool]] = []
+        """Those of such runs that will not be as durable as was asked, and whether each is on
+        disk."""
         chunk = request.bundle.chunk
         self._row_cost = 1 + chunk.nbytes / chunk.count / BYTES_PER_COST
         self._unfinished_count = len(self.partitions)
@@ -178,18 +187,17 @@ class _BundleRequest(OrderedReply):
         run_count = len(self.partitions)
         run_indexes: Iterable[int] = range(run_count)
         if self._batches.columns.is_unconditional and min(bundle.row_counts) < LONG_RUN_ROWS:
-            targets = list[DurabilityTarget | None]()
+            targets = list[DurabilityTarget]()
             lines, run_indexes = yield from self._set_runs(targets)
-            durability = self._request.durability
-            if run_indexes or durability not in _WITHOUT_REPLICAS:
+            if run_indexes:
                 self._take_lines(lines, targets)
-            elif durability is _MEMORY:
+            elif self._request.durability is _MEMORY:
                 self._lines, self._unfinished_count = lines, 0
                 order.complete(self)
                 return
             else:
                 self._lines = lines
-                self._await_disk()
+                self._await_all(targets)
         cost = 0
         for index in run_indexes:
             if cost >= SLICE_COST:
@@ -201,7 +209,7 @@ class _BundleRequest(OrderedReply):
             order.add(self)
 
     def _set_runs(
-        self, targets: list[DurabilityTarget | None]
+        self, targets: list[DurabilityTarget]
     ) -> Generator[None, None, tuple[bytes, Sequence[int]]]:
         """Applies the runs of a plain bundle that can be applied together; yields where others
         should have their turn. Returns what became of each, zeros for those that are left, and
@@ -224,27 +232,28 @@ class _BundleRequest(OrderedReply):
         low: int,
         high: int,
         run_indexes: list[int],
-        targets: list[DurabilityTarget | None],
+        targets: list[DurabilityTarget],
     ) -> bytes:
         """Applies those of the runs [`low`, `high`) that can be applied together, and adds the
         others to `run_indexes`."""
         context, batches, bundle = self._context, self._batches, self._request.bundle
-        bucket = context.bucket
+        bucket, request = context.bucket, self._request
+        target = _WITHOUT_REPLICAS.get(request.durability)
+        needs_replicas = target is None
+        if target is None:
+            target = _replicated_target(context, request.durability, request.copies)
+        targets += [target] * (high - low)
         if bucket is None or self._flusher.disk_full_reason or context.refused_task_runs:
             run_indexes += range(low, high)
-            targets += [None] * (high - low)
             return bytes(RESULT_BYTES * (high - low))
         skipped_runs = None
-        common_target = _WITHOUT_REPLICAS.get(self._request.durability)
-        if common_target is not None and not context.may_have_earlier:
-            targets += [common_target] * (high - low)
-        else:
-            slice_targets = [
-                self._target_at_once(bucket, partition_id)
-                for partition_id in self.partitions[low:high]
-            ]
-            skipped_runs = bytes(target is None for target in slice_targets)
-            targets += slice_targets
+        if needs_replicas or context.may_have_earlier:
+            skipped_runs = bytes(
+                [
+                    not self._may_apply_at_once(bucket, partition_id, needs_replicas)
+                    for partition_id in self.partitions[low:high]
+                ]
+            )
         applied = apply_set_runs(
             bucket,
             batches.columns,
@@ -258,60 +267,70 @@ class _BundleRequest(OrderedReply):
         run_indexes += [low + index for index in applied.remaining_indexes]
         return applied.answer_rows
 
-    def _target_at_once(self, bucket: Bucket, partition_id: PartitionId) -> DurabilityTarget | None:
-        """How durable a run for a partition must be; None if it waits behind others, or is to be
-        refused."""
-        context, request = self._context, self._request
-        if partition_id >= len(bucket.partitions):
-            return None
-        partition = bucket.partitions[partition_id]
-        if context.has_earlier(partition):
-            return None
-        try:
-            return durability_target(context, partition, request.durability, request.copies)
-        except ServerError:
-            return None
+    def _may_apply_at_once(
+        self, bucket: Bucket, partition_id: PartitionId, needs_replicas: bool
+    ) -> bool:
+        """Whether a run for a partition neither waits behind others nor is to be refused, as far as
+        its partition and its level say that."""
+        context, copies = self._context, self._request.copies
+        return (
+            partition_id < len(bucket.partitions)
+            and not context.has_earlier(bucket.partitions[partition_id])
+            and (not needs_replicas or 0 < copies <= _replica_count(context, partition_id))
+        )
 
-    def _take_lines(self, lines: bytes, targets: Sequence[DurabilityTarget | None]) -> None:
+    def _take_lines(self, lines: bytes, targets: Sequence[DurabilityTarget]) -> None:
         """Some runs were applied together: each has its result once it is as durable as was
         asked."""
         bucket = self._context.bucket
         for index, (result, target) in enumerate(zip(decode_results(lines), targets, strict=True)):
-            if not result.history_id or target is None:
+            if not result.history_id:
                 continue
             call = partial(self._finish_plain, index, result)
             if target is IN_MEMORY or bucket is None:
-                call(True, True)
+                call(True)
             else:
                 partition = bucket.partitions[result.partition]
                 call_when_durable(call, partition, self._flusher, result.last_seq, target)
 
-    def _await_disk(self) -> None:
-        """All runs were applied together: they are answered together when all are on disk."""
+    def _await_all(self, targets: Sequence[DurabilityTarget]) -> None:
+        """All runs were applied together: they are answered together when all are as durable as was
+        asked."""
         bucket = self._context.bucket
-        for index, result in enumerate(decode_results(self._lines)):
+        results = decode_results(self._lines)
+        for index, (result, target) in enumerate(zip(results, targets, strict=True)):
             if bucket is None:
-                self._note_on_disk(index, False)
+                self._note_durable(index, False)
             else:
-                call = partial(self._note_on_disk, index)
+                call = partial(self._note_durable, index)
                 partition = bucket.partitions[result.partition]
-                self._flusher.call_when_persisted(partition, result.last_seq, call)
+                call_when_durable(call, partition, self._flusher, result.last_seq, target)
 
-    def _note_on_disk(self, index: int, is_on_disk: bool) -> None:
-        """One of the runs that are answered together is on disk, or will not be."""
-        if not is_on_disk or self._context.bucket is None:
-            self._undurable_indexes.append(index)
+    def _note_durable(self, index: int, is_on_disk: bool, is_replicated: bool = True) -> None:
+        """One of the runs that are answered together is as durable as was asked, or will not be."""
+        is_on_disk = is_on_disk and self._context.bucket is not None
+        if not (is_on_disk and is_replicated):
+            self._undurable_runs.append((index, is_on_disk))
         self._unfinished_count -= 1
         if self._unfinished_count:
             return
-        if self._undurable_indexes:
+        if self._undurable_runs:
             self._results = [*decode_results(self._lines)]
             self._lines = b""
-            self._error = without_traceback(self._not_on_disk_error())
-            for undurable_index in self._undurable_indexes:
-                partition_id = self.partitions[undurable_index]
-                self._results[undurable_index] = RunResult(partition_id, self._error.status)
+            for undurable_index, undurable_is_on_disk in self._undurable_runs:
+                self._results[undurable_index] = self._undurable_result(
+                    undurable_index, undurable_is_on_disk
+                )
         self._context.reply_order.complete(self)
+
+    def _undurable_result(self, index: int, is_on_disk: bool) -> RunResult:
+        """The result of a run that will not be as durable as was asked."""
+        if is_on_disk:
+            result = self._results[index]
+            assert result is not None
+            return result._replace(status=Status.NOT_DURABLE_YET)
+        self._error = without_traceback(self._not_on_disk_error())
+        return RunResult(self.partitions[index], self._error.status)
 
     def _start(self, index: int) -> int:
         """Starts a run; returns what that has cost, in plain rows."""
@@ -425,7 +444,7 @@ class _BundleRequest(OrderedReply):
         self, index: int, partition: Partition, result: MutateResult, target: DurabilityTarget
     ) -> None:
         if target is IN_MEMORY:
-            self._finish(index, result, True, True)
+            self._finish(index, result, True)
             return
         # An operation that failed did so because of another change: that must be as durable as what
         # succeeded.
@@ -435,7 +454,7 @@ class _BundleRequest(OrderedReply):
         call_when_durable(call, partition, self._flusher, seq, target)
 
     def _finish(
-        self, index: int, result: MutateResult, is_on_disk: bool, is_replicated: bool
+        self, index: int, result: MutateResult, is_on_disk: bool, is_replicated: bool = True
     ) -> None:
         """A run was applied, and is as durable as was asked, or will not be."""
         if not is_on_disk or self._context.bucket is None:
@@ -462,7 +481,7 @@ class _BundleRequest(OrderedReply):
         )
 
     def _finish_plain(
-        self, index: int, result: RunResult, is_on_disk: bool, is_replicated: bool
+        self, index: int, result: RunResult, is_on_disk: bool, is_replicated: bool = True
     ) -> None:
         """A run that was applied together with others is as durable as was asked, or will not
         be."""

@@ -13,6 +13,7 @@ from upr_protocol.failover import FailoverLog
 from upr_protocol.ids import PartitionId, PartitionState, SeqNo
 from upr_protocol.wire import Open, Opened, PartitionLog, ReplicaAck, Stream
 from upr_server.engine import Bucket, Partition
+from upr_server.engine.replica_progress import STEP_CALLS
 from upr_server.net.request_context import (
     RequestContext,
     check_partitions_differ,
@@ -152,15 +153,14 @@ def _note_reports(context: RequestContext, request: ReplicaAck) -> Iterator[None
         ):
             context.note_replica(partition)
             context.disk.progress.notify()
-            waiting_count = partition.replicas.waiting_count
-            has_more = partition.replicas.report(name, received_seq, persisted_seq, context)
+            call_count = partition.replicas.report(name, received_seq, persisted_seq, context)
             # A call that it made has cost as much as a report.
-            cost += max(0, waiting_count - partition.replicas.waiting_count)
-            while has_more:
+            cost += call_count
+            while call_count >= STEP_CALLS:
                 # If the connection ends here, upkeep makes the rest of the calls.
                 yield
                 cost = 0
-                has_more = partition.replicas.make_calls()
+                call_count = partition.replicas.make_calls()
         cost += 1
         if cost >= SLICE_PARTITIONS:
             cost = 0
