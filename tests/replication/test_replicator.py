@@ -57,12 +57,14 @@ from upr_server.storage.calls import (
     Commit,
     DeleteIndexEntries,
     LoadBuckets,
+    Maintain,
     StoreCall,
     Truncate,
 )
 from upr_server.storage.errors import DiskFullError
 from upr_server.storage.online.bucket_disk import BucketDisk
 from upr_server.storage.online.flusher import STEP_ANSWERS
+from upr_server.storage.online.maintenance import IDLE_S, REST_S
 from upr_server.storage.records import PartitionRecord
 from upr_server.storage.simulated import SimulatedStore
 
@@ -82,6 +84,7 @@ class Store(SimulatedStore):
         fills_up: Whether the disk is full as soon as something was truncated.
         commit_s: How long a commit takes.
         on_index_deletion: Called when index entries are to be deleted, which takes a second.
+        urgent_steps: Of each step of maintenance, whether it was to index however little.
     """
 
     def __init__(self) -> None:
@@ -90,6 +93,7 @@ class Store(SimulatedStore):
         self.fills_up = False
         self.commit_s = 0.0
         self.on_index_deletion: Callable[[], None] = lambda: None
+        self.urgent_steps: list[bool] = []
 
     async def wait(self, call: StoreCall[Any]) -> None:
         await super().wait(call)
@@ -102,6 +106,8 @@ class Store(SimulatedStore):
             await trio.sleep(1.0)
         elif isinstance(call, Truncate) and self.fills_up:
             self.is_full = True
+        elif isinstance(call, Maintain):
+            self.urgent_steps.append(call.urgent)
 
 
 @attrs.frozen
@@ -203,6 +209,24 @@ async def starts_after_a_full_disk(follower: Replica) -> set[SeqNo]:
         await follower.assign(Assignment("c"))
     await trio.sleep(REPLICATION_RETRY_S)
     return set(follower.starts[streams_before:])
+
+
+async def test_the_disk_of_a_replica_hears_of_each_commit(autojump_clock: MockClock) -> None:
+    """Else it counted as idle, and was indexed a few changes at a time."""
+    async with replica() as follower:
+        await follower.receive(b"0")
+        await follower.persist()
+        progress = follower.disk.progress.next_event()
+        follower.store.urgent_steps.clear()
+        for count in range(20):
+            await follower.receive(b"%d" % count)
+            await follower.persist()
+            await trio.sleep(IDLE_S / 2)
+        assert progress.is_set()
+        assert follower.store.urgent_steps
+        assert not any(follower.store.urgent_steps)
+        await trio.sleep(2 * REST_S)
+        assert follower.store.urgent_steps[-1]
 
 
 async def test_a_map_is_refused_that_would_drop_what_waits_for_room(

@@ -365,11 +365,10 @@ class Replicator:
                     writes = await self._collect()
                     if writes:
                         await self._write_to_disk(writes)
+                        self._disk.note_committed()
                 finally:
                     self._is_committing = False
                     self._written.notify()
-        if writes:
-            self._disk.note_committed()
 
     async def _collect(self) -> list[PartitionWrite]:
         """Takes what is to be written next, in steps. If this were cancelled, that would be lost.

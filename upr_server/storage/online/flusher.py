@@ -102,7 +102,6 @@ class Flusher:
         left_unindexed: How many mutations the index leaves out so that they can be undone. Commits
             do not wait for these.
         disk_full_reason: Why nothing can be written now; empty when it can.
-        last_commit_at: When the last commit ended, by Trio's clock.
     """
 
     def __init__(self, store: Store, bucket: Bucket, on_commit: Callable[[], None]) -> None:
@@ -130,7 +129,7 @@ class Flusher:
         self._last_commit_s = self._longest_commit_s = 0.0
         self.left_unindexed = 0
         self.disk_full_reason = ""
-        self.last_commit_at = trio.current_time()
+        self._last_commit_at = trio.current_time()
         for partition in bucket.partitions:
             partition.repeated_batches.answers.track_unsaved()
             cursor = partition.manager.persistence
@@ -406,7 +405,7 @@ class Flusher:
             if self._is_stopping:
                 raise DiskFullError(full_disk)
             await trio.sleep(FULL_DISK_RETRY_S)
-        self._last_commit_s = self.last_commit_at - began_at
+        self._last_commit_s = self._last_commit_at - began_at
         self._longest_commit_s = max(self._longest_commit_s, self._last_commit_s)
         self._commits += 1
         await self._call_reached()
@@ -428,7 +427,7 @@ class Flusher:
         if self.disk_full_reason:
             log.info("disk has space again", bucket=self._bucket.name)
             self.disk_full_reason = ""
-        self.last_commit_at = trio.current_time()
+        self._last_commit_at = trio.current_time()
         while writes:
             # What was written is freed in these steps: all in one took 12 ms, with 100,000 answers.
             write = writes.pop()

@@ -74,6 +74,7 @@ class Maintenance:
         # Why the index of a partition follows its log no further, by partition.
         self._stuck_reasons: dict[PartitionId, str] = {}
         self._is_abandoned = False
+        self._last_commit_at = trio.current_time()
         self._figures: dict[str, object] = {}
 
     @property
@@ -92,6 +93,7 @@ class Maintenance:
 
     def note_committed(self) -> None:
         """Tells of a commit. If there is little to index, it can wait until `run` looks again."""
+        self._last_commit_at = trio.current_time()
         if self._flusher.unindexed_count() >= INDEX_LAG_MUTATIONS:
             self.wake()
 
@@ -190,7 +192,7 @@ class Maintenance:
 
     async def _step(self) -> bool:
         """Returns whether there is more to do at once."""
-        is_idle = trio.current_time() - self._flusher.last_commit_at >= IDLE_S
+        is_idle = trio.current_time() - self._last_commit_at >= IDLE_S
         needs_index = (
             self._bucket.memory_policy.is_short(self._bucket.memory) or self._is_urgently_needed()
         )
