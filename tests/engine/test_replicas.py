@@ -500,14 +500,14 @@ def new_waiting_progress(count: int) -> tuple[ReplicaProgress, list[tuple[int, b
 @pytest.mark.parametrize("end", ["reached", "late", "cleared"])
 def test_thousands_of_waiting_calls_are_made_some_at_a_time(end: str) -> None:
     progress, answers = new_waiting_progress(1000)
-    has_more = True
+    count = STEP_CALLS
     if end == "reached":
-        has_more = progress.report("a", SeqNo(1), SeqNo(0))
+        count = progress.report("a", SeqNo(1), SeqNo(0))
     elif end == "cleared":
         progress.clear()
     counts = [len(answers)]
-    while has_more:
-        has_more = progress.make_calls(9.0 if end == "late" else 8.0)
+    while count:
+        count = progress.make_calls(9.0 if end == "late" else 8.0)
         counts.append(len(answers))
     assert max(b - a for a, b in pairwise([0, *counts])) == STEP_CALLS
     assert answers == [(index, end == "reached") for index in range(1000)]
