@@ -47,6 +47,11 @@ def resident_bytes(descriptor: int) -> int:
     return os.fstat(descriptor).st_blocks * 512
 
 
+def trim(slots: SlotPool) -> int:
+    """Gives back unused memory. Returns the steps that it took."""
+    return sum(1 for _ in slots.trim())
+
+
 class SlotsMachine(RuleBasedStateMachine):
     """Reads come and are answered, chunks are kept and dropped, in any order; each is always what
     it was."""
@@ -59,6 +64,7 @@ class SlotsMachine(RuleBasedStateMachine):
         self._answers: list[list[tuple[Chunk, bytes]]] = []
         """What is kept of each answer that a slot was lent for: chunks, and what they are."""
         self._beside: list[tuple[Chunk, bytes]] = []
+        self._trimming: Iterator[None] = iter(())
 
     @rule(sizes=st.lists(st.integers(1, SLOT_BYTES), max_size=6))
     def read(self, sizes: list[int]) -> None:
@@ -95,7 +101,10 @@ class SlotsMachine(RuleBasedStateMachine):
 
     @rule()
     def trim(self) -> None:
-        self._slots.trim()
+        # One step: others come between two.
+        for _ in self._trimming:
+            return
+        self._trimming = self._slots.trim()
 
     @invariant()
     def each_is_what_it_was(self) -> None:
@@ -146,15 +155,38 @@ def test_unused_memory_is_given_back() -> None:
         assert resident_bytes(descriptor) == 3 * SLOT_BYTES
         before = bytes(lent[0].view)
         del lent[1:]
-        slots.trim()
+        trim(slots)
         assert resident_bytes(descriptor) == 3 * SLOT_BYTES, "it was in use a moment ago"
         # The last that was given back is the next to be lent; the other is left alone.
         slots.acquire()
-        slots.trim()
+        trim(slots)
         assert resident_bytes(descriptor) == 2 * SLOT_BYTES
-        slots.trim()
+        trim(slots)
         assert resident_bytes(descriptor) == SLOT_BYTES
         assert bytes(lent[0].view) == before
+
+
+def test_one_step_gives_back_one_slot() -> None:
+    with both_ends() as (slots, buffer, descriptor):
+        lent = [slot for slot in (slots.acquire() for _ in range(COUNT)) if slot is not None]
+        for slot in lent:
+            buffer.begin_answer(slot.number)
+            buffer.put_chunk(a_chunk(1, 1000))
+        del lent, slot
+        assert trim(slots) == 0, "they were in use a moment ago"
+        trimming = slots.trim()
+        next(trimming)
+        assert resident_bytes(descriptor) == (COUNT - 1) * SLOT_BYTES
+        # Lent between two steps: only what stays unused is given back.
+        lent = [slot for slot in (slots.acquire(), slots.acquire()) if slot is not None]
+        for slot in lent:
+            buffer.begin_answer(slot.number)
+            buffer.put_chunk(a_chunk(1, 1000))
+        del lent, slot
+        assert sum(1 for _ in trimming) == 1
+        assert resident_bytes(descriptor) == 2 * SLOT_BYTES
+        assert trim(slots) == 2
+        assert resident_bytes(descriptor) == 0
 
 
 def test_views_outlive_both_ends() -> None:

@@ -376,7 +376,8 @@ async def _trim(slots: SlotPool) -> None:
     """Gives unused memory back every `TRIM_S`, until it is cancelled."""
     while True:
         await trio.sleep(TRIM_S)
-        slots.trim()
+        for _ in slots.trim():
+            await trio.lowlevel.checkpoint()
 
 
 async def _start_reader(path: Path, bytes_max: int, descriptor: int) -> _Worker:

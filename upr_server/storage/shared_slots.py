@@ -16,6 +16,7 @@ import ctypes
 import mmap
 import os
 import weakref
+from collections.abc import Iterator
 from contextlib import suppress
 from typing import Final
 
@@ -89,14 +90,19 @@ class SlotPool:
         weakref.finalize(block, self._free_slots.append, slot).atexit = False
         return Slot(slot, memoryview(block).cast("B").toreadonly())
 
-    def trim(self) -> None:
-        """Gives the system back the memory of slots that were free ever since the last call."""
-        for slot in self._free_slots[: self._unused_count]:
+    def trim(self) -> Iterator[None]:
+        """Gives the system back the memory of slots that were free ever since the last call. One in
+        each step, which takes up to half a millisecond; slots may be lent between two."""
+        place = 0
+        while place < self._unused_count:
+            slot = self._free_slots[place]
+            place += 1
             if slot in self._resident_slots:
                 self._resident_slots.discard(slot)
                 # A sandbox may lack this call. Then the memory stays resident.
                 with suppress(OSError):
                     self._map.madvise(mmap.MADV_REMOVE, slot * self._slot_bytes, self._slot_bytes)
+                yield
         self._unused_count = len(self._free_slots)
 
 
