@@ -44,6 +44,7 @@ from upr_protocol.client import (
     Undone,
     consume_with_rollback,
 )
+from upr_protocol.client.rollback import received_keys_file
 from upr_protocol.client.rollback.consumer import ABOVE_POSITION
 from upr_protocol.client.rollback.planner import FOREIGN, RollbackPlanner
 from upr_protocol.client.rollback.received_keys import ReceivedVersion
@@ -621,6 +622,28 @@ async def test_keys_are_forgotten_without_a_save_where_their_changes_are_durable
         await until_completed(consumer)
         assert len(consumer._received_keys.keys) <= 20
         assert (store.saves > saves_before) == saves
+
+
+async def test_the_file_of_a_few_keys_that_change_for_ever_stays_small(
+    net: FakeNet,
+    server: FakeServer,
+    tmp_path: Path,
+    autojump_clock: MockClock,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It was written anew only when keys were forgotten, and of these none ever is."""
+    monkeypatch.setattr(received_keys_file, "_GARBAGE_BYTES", 200)
+    fill_one_partition(server, 3)
+    path = tmp_path / "received-keys"
+    sizes: list[int] = []
+    async with consume_with_rollback(URL, path, resume=MemoryStore(), dial=net.dial) as consumer:
+        for _ in range(50):
+            await until_completed(consumer)
+            sizes.append(path.stat().st_size)
+            for index in range(3):
+                server.put(b"%d" % index, b"v")
+    assert sizes[0] < max(sizes) < 700
+    assert not consumer._received_keys.keys.is_overfull
 
 
 async def test_a_damaged_file_of_received_keys_raises_an_error(

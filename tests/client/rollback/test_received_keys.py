@@ -272,6 +272,7 @@ async def test_the_file_does_not_grow_for_ever(tmp_path: Path) -> None:
         ]
         await file.receive(P, rows)
         await file.trim(lambda _: SeqNo(1 << 40))
+        await file.rewrite_if_due()
         rewrites += path.stat().st_size < size
         size = path.stat().st_size
         largest = max(largest, size)
@@ -285,6 +286,27 @@ async def test_the_file_does_not_grow_for_ever(tmp_path: Path) -> None:
     again.close()
     assert list(again.keys.versions()) == list(file.keys.versions())
     assert again.keys.floor(P) == floor > 0
+
+
+async def test_a_file_that_begins_with_garbage_is_rewritten(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each start took all that it found for data, and let the file grow to twice of it."""
+    monkeypatch.setattr(received_keys_file, "_GARBAGE_BYTES", 1000)
+    path = tmp_path / "keys"
+    file = ReceivedKeysFile(path, "b")
+    for seq in range(1, 101):
+        await file.receive(P, [(b"k", SeqNo(seq), HistoryId(1))])
+    file.close()
+    again = ReceivedKeysFile(path, "b")
+    for seq in range(101, 104):
+        await again.receive(P, [(b"k", SeqNo(seq), HistoryId(1))])
+        await again.rewrite_if_due()
+    again.close()
+    assert path.stat().st_size < 1000
+    assert list(reopened(path).keys.versions()) == [
+        (P, b"k", ReceivedVersion(SeqNo(103), HistoryId(1)))
+    ]
 
 
 FILE_OPERATIONS = st.lists(
@@ -323,6 +345,7 @@ def test_whatever_changes_while_the_file_is_rewritten_is_in_it(
                     del model[key]
             elif operation == "trim":
                 await file.trim(lambda _: SeqNo(1 << 40))
+                await file.rewrite_if_due()
             else:
                 file.flush()
             if operation in ("receive", "replace"):

@@ -85,6 +85,8 @@ class RollbackConsumer(RollbackIterator):
             self._current_plan = None
         if self._received_keys.keys.is_overfull and self._current_event is None:
             await self._forget_oldest_keys()
+        # Also where no keys are forgotten: a few that change again and again fill the file, too.
+        await self._received_keys.rewrite_if_due()
 
     async def _forget_oldest_keys(self) -> None:
         """Drops the oldest received keys. The next process must not begin below one of them."""

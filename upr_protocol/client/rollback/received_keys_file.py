@@ -81,7 +81,9 @@ class ReceivedKeysFile:
         except BaseException:
             self._file.close()
             raise
-        self._compacted_bytes = self._file.nbytes
+        self._compacted_bytes = 0
+        """How large the file was when it had no garbage. How much it has of an earlier process is
+        not known."""
         self._rewrite: ReceivedKeysRewrite | None = None
 
     def _header(self) -> bytes:
@@ -192,23 +194,30 @@ class ReceivedKeysFile:
     async def trim(
         self, droppable_seq: Callable[[PartitionId], SeqNo], *, in_order: bool = False
     ) -> bool:
-        """Drops the oldest keys; now and then rewrites the file. See `ReceivedKeys.trim`."""
+        """Drops the oldest keys; see `ReceivedKeys.trim`."""
         has_trimmed = await run_steps(self.keys.trim(droppable_seq, in_order=in_order))
+        await trio.lowlevel.checkpoint()
+        return has_trimmed
+
+    async def rewrite_if_due(self) -> None:
+        """Begins to write the file anew where it has much garbage, and ends that once all keys are
+        encoded. Passes no checkpoint otherwise. O(1), beside the writing in a thread.
+
+        Raises:
+            OSError: It cannot be written anew; it is tried again after more keys.
+        """
         if self._rewrite is None:
             if self._file.nbytes > 2 * self._compacted_bytes + _GARBAGE_BYTES:
                 self._rewrite = ReceivedKeysRewrite(self.keys)
-            await trio.lowlevel.checkpoint()
         elif self._rewrite.is_done:
             await trio.to_thread.run_sync(self._finish_rewrite, self._rewrite)
-        else:
-            await trio.lowlevel.checkpoint()
-        return has_trimmed
 
     def _finish_rewrite(self, rewrite: ReceivedKeysRewrite) -> None:
         with self._write_lock:
+            # Also where there is no room: another rewrite begins, and ends after some more keys.
+            self._rewrite = None
             self._file.replace([self._header(), *rewrite.records()])
             self._compacted_bytes = self._file.nbytes
-            self._rewrite = None
 
     def close(self) -> None:
         """Writes what is buffered, and closes the file.
