@@ -329,6 +329,35 @@ def test_a_full_disk_has_room_for_a_truncation_to_0_in_small_commits(is_interrup
     assert index.keys() == []
 
 
+def test_index_entries_that_a_full_disk_kept_go_before_the_partition_is_indexed_anew() -> None:
+    """A rollback to 0 went half the way, and the next one need not go so far."""
+    index = FullDisk()
+    bucket = BucketStorage(SimulatedDisk(), index)
+    bucket.log.create(BucketRecord("b", 2, 0), [record(0)] * 2)
+    bucket.open()
+    rows = [row(Operation.SET, b"key %d" % seq, seq, seq, 70) for seq in range(1, 41)]
+    chunks = [chunk_of(rows[:20], 0, 20), chunk_of(rows[20:], 20, 40)]
+    ends = [SeqNo(20), SeqNo(40)]
+    bucket.commit([PartitionWrite(PARTITION, record(40), chunks, ends=ends)])
+    bucket.maintain(urgent=True, leases=(), purge_before_cas=0)
+    index.changes_max = 9
+    assert bucket.delete_index_entries(PARTITION)
+    index.changes_max = 0
+    with pytest.raises(DiskFullError):
+        bucket.delete_index_entries(PARTITION)
+    index.changes_max = PLENTY
+    bucket.truncate(PARTITION, record(20), ())
+    other = PartitionWrite(0, record(20), [chunk_of(rows[:20], 0, 20)])
+    bucket.commit([other])
+    while bucket.maintain(urgent=True, leases=(), purge_before_cas=0).has_more:
+        pass
+    requests = [FetchRequest(row.key, 0, True) for row in rows]
+    assert bucket.index.find_items(PARTITION, requests) == [*rows[:20], *[None] * 20]
+    for partition in (0, PARTITION):
+        assert bucket.index.watermark(partition).item_count == 20
+    assert len(bucket.index.find_expired(70, b"", 100)[0]) == 40
+
+
 def test_a_start_on_a_full_disk_deletes_fronts_in_small_commits() -> None:
     log, index = FullDisk(), SimulatedDisk()
     bucket = BucketStorage(log, index)
