@@ -46,6 +46,7 @@ from upr_server.replication.received_snapshots import ReceivedSnapshots
 from upr_server.replication.replicator import (
     COLLECTED_PARTITIONS,
     NOTIFIED_BYTES,
+    NOTIFIED_CHUNK_BYTES,
     RECONNECT_S,
     REPLICATION_RETRY_S,
     STEP_ANSWER_BYTES,
@@ -786,6 +787,31 @@ async def test_the_keys_of_a_large_commit_are_searched_in_steps(autojump_clock: 
         trio.lowlevel.remove_instrument(largest_step)
         assert len(told) == count
         assert largest_step.added_count <= STEP_PARTITIONS // 4
+
+
+async def test_many_small_chunks_of_a_snapshot_are_searched_in_steps(
+    autojump_clock: MockClock,
+) -> None:
+    """A snapshot from the disk of a source that took in changes one by one has a chunk of each."""
+    count = 800
+    async with replica() as follower:
+        told: list[int] = []
+        follower.partition._on_update = lambda _designs, updates: told.append(updates)
+        source = follower.source
+        source.chunk_mutations = 1
+        source.paused = True
+        for index in range(count):
+            source.put(b"%d" % index, b"value")
+        largest_step = LargestStep(lambda: len(told))
+        trio.lowlevel.add_instrument(largest_step)
+        follower.store.commit_s = 5.0
+        source.resume()
+        await follower.persist()
+        await trio.sleep(1)
+        trio.lowlevel.remove_instrument(largest_step)
+        assert len(told) == count
+        chunks_max = STEP_PARTITIONS * NOTIFIED_BYTES // NOTIFIED_CHUNK_BYTES
+        assert largest_step.added_count <= chunks_max
 
 
 async def test_unindexed_changes_can_be_undone_however_old_they_are(
