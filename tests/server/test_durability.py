@@ -39,6 +39,7 @@ from upr_protocol.wire import (
     StatsReply,
 )
 from upr_server.app import Server
+from upr_server.storage import bucket_storage
 from upr_server.storage.api import Store
 from upr_server.storage.calls import (
     Commit,
@@ -49,7 +50,7 @@ from upr_server.storage.calls import (
     StoreCall,
 )
 from upr_server.storage.errors import DiskFullError, StoreFailedError
-from upr_server.storage.online import flusher
+from upr_server.storage.online import flusher, maintenance
 from upr_server.storage.online.flusher import FULL_DISK_RETRY_S
 from upr_server.storage.simulated import SimulatedDirectory, SimulatedStore
 from upr_server.storage.simulated_disk import SimulatedDisk
@@ -491,6 +492,38 @@ async def test_commits_do_not_wait_for_what_stays_unindexed_to_be_undone(
             for index in range(40):
                 await answer_to(peer, await send(peer, sets(numbered(index)), PERSISTED))
         assert disk.flusher.unindexed_count() == 40
+
+
+class _CountedSteps(SimulatedStore):
+    """A store that counts the steps of maintenance."""
+
+    step_count = 0
+
+    async def execute(self, call: StoreCall[Any]) -> Any:
+        self.step_count += isinstance(call, Maintain)
+        return await super().execute(call)
+
+
+async def test_commits_do_not_wake_maintenance_for_what_stays_unindexed_to_be_undone(
+    autojump_clock: trio.testing.MockClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would find nothing to do after each of them."""
+    for module in bucket_storage, maintenance:
+        monkeypatch.setattr(module, "INDEX_LAG_MUTATIONS", 10)
+    store = _CountedSteps()
+    async with serving(store, 1) as server, speaking(server) as peer:
+        disk = server.catalog.disk_of(BUCKET)
+        assert disk is not None
+        disk.maintenance.undo_mutations = 30
+        await trio.sleep(1.0)
+        steps_before = store.step_count
+        for index in range(39):
+            await answer_to(peer, await send(peer, sets(numbered(index)), PERSISTED))
+        assert store.step_count - steps_before <= 1
+        assert disk.flusher.unindexed_count() == 39
+        await answer_to(peer, await send(peer, sets(numbered(39)), PERSISTED))
+        await trio.testing.wait_all_tasks_blocked()
+        assert disk.flusher.unindexed_count() == 30
 
 
 async def test_a_batch_that_was_taken_in_on_a_full_disk_is_not_done_again(

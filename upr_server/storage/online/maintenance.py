@@ -94,7 +94,7 @@ class Maintenance:
     def note_committed(self) -> None:
         """Tells of a commit. If there is little to index, it can wait until `run` looks again."""
         self._last_commit_at = trio.current_time()
-        if self._flusher.unindexed_count() >= INDEX_LAG_MUTATIONS:
+        if self._flusher.unindexed_count() >= INDEX_LAG_MUTATIONS + self.undo_mutations:
             self.wake()
 
     def abandon(self) -> None:
