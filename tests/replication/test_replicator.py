@@ -38,7 +38,7 @@ from upr_protocol.wire import (
 )
 from upr_server.app import Server, running_server
 from upr_server.config import ServerConfig
-from upr_server.engine import MutateResult, Partition, WriterToken, batch_of
+from upr_server.engine import FetchRequest, MutateResult, Partition, WriterToken, batch_of
 from upr_server.engine.mutate_result import pack_result
 from upr_server.engine.publisher_answers import BATCHES_MAX
 from upr_server.engine.snapshots.collapse import SHORT_RUN_BYTES_MAX
@@ -83,6 +83,7 @@ class Store(SimulatedStore):
     Attributes:
         is_full: Whether the disk is full.
         fills_up: Whether the disk is full as soon as something was truncated.
+        call_without_room: The other calls that find no room.
         commit_s: How long a commit takes.
         on_index_deletion: Called when index entries are to be deleted, which takes a second.
         urgent_steps: Of each step of maintenance, whether it was to index however little.
@@ -92,12 +93,15 @@ class Store(SimulatedStore):
         super().__init__()
         self.is_full = False
         self.fills_up = False
+        self.call_without_room: type[StoreCall[Any]] | None = None
         self.commit_s = 0.0
         self.on_index_deletion: Callable[[], None] = lambda: None
         self.urgent_steps: list[bool] = []
 
     async def wait(self, call: StoreCall[Any]) -> None:
         await super().wait(call)
+        if type(call) is self.call_without_room:
+            raise DiskFullError("no room")
         if isinstance(call, Commit):
             await trio.sleep(self.commit_s)
             if self.is_full:
@@ -542,6 +546,30 @@ async def test_a_rollback_goes_back_in_what_a_commit_before_it_has_left(
             await replicator._drop_received()
         await eventually(lambda: follower.partition.high_seq == 1, "it has rolled back")
         assert replicator._received_snapshots[PARTITION].received_seq == 1
+
+
+@pytest.mark.parametrize("call_without_room", [DeleteIndexEntries, Truncate])
+async def test_a_rollback_that_finds_no_room_leaves_a_copy_that_can_be_read(
+    autojump_clock: MockClock, call_without_room: type[StoreCall[Any]]
+) -> None:
+    """Its index entries may be deleted by then."""
+    async with replica() as follower:
+        maintenance = follower.disk.maintenance
+        undo_mutations, maintenance.undo_mutations = maintenance.undo_mutations, 0
+        await follower.receive(b"1", b"2")
+        await eventually(lambda: follower.partition.eviction.indexed_seq == 2, "it is indexed")
+        maintenance.undo_mutations = undo_mutations
+        follower.store.call_without_room = call_without_room
+        await follower.lose(1)
+        await eventually(lambda: trouble(follower) == "no room", "the rollback found no room")
+        await follower.assign(Assignment("b"))
+        with trio.fail_after(60.0):
+            items = await follower.disk.find_items(
+                follower.partition, [FetchRequest(b"1", 0, True)]
+            )
+        item = items[b"1"]
+        assert item is not None
+        assert item.value == b"value"
 
 
 async def test_a_truncation_does_not_go_on_in_another_bucket_of_the_name(

@@ -12,7 +12,7 @@ import trio
 from upr_protocol.chunk import Mutation
 from upr_protocol.concurrency import Notifier
 from upr_protocol.failover import FailoverLog
-from upr_protocol.ids import Cas, HistoryId, PartitionId, PartitionState
+from upr_protocol.ids import Cas, HistoryId, PartitionId, PartitionState, SeqNo
 from upr_server.engine import (
     Bucket,
     FetchRequest,
@@ -203,10 +203,18 @@ class BucketDisk:
             ServerError: `NO_BUCKET`: the bucket was deleted meanwhile.
         """
         name = self.bucket.name
-        if not record.high:
-            while await self.ask(DeleteIndexEntries(name, partition)):
-                pass
-        return await self.ask(Truncate(name, partition, record, tokens))
+        has_entries, is_index_at_0 = not record.high, False
+        try:
+            while has_entries:
+                has_entries = await self.ask(DeleteIndexEntries(name, partition))
+                is_index_at_0 = True
+            return await self.ask(Truncate(name, partition, record, tokens))
+        except StorageError:
+            if is_index_at_0:
+                # The partition stays as it is, and is indexed anew. Not noted before: commits of
+                # others would wait for its index.
+                self.bucket.partitions[partition].note_index_progress(SeqNo(0), 0)
+            raise
 
     # Reading.
 
