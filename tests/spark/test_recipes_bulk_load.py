@@ -11,6 +11,7 @@ from pyspark.sql import SparkSession
 
 from tests.spark.bucket import FAR, Stored, contents
 from upr_protocol.cli import main
+from upr_protocol.spark.commands.bulk_load import argument_parser, frame_of, plain_csv_errors
 from upr_protocol.spark.errors import OptionError, PipelineError
 from upr_protocol.spark.recipes import bulk_load
 
@@ -66,6 +67,35 @@ def test_a_load_by_spark_and_one_by_the_command_leave_the_same(
         key = b"1141" if columns == ["flight"] else b"AA:1141"
         value = '{"carrier":"AA","flight":"1141","seats":"a \\"b\\",ä"}'
         assert first == (key, Stored(value.encode(), 0, 0))
+
+
+@pytest.mark.parametrize(
+    ("texts", "reason"),
+    [
+        (['key,value\n1,"a ""b"",\\"\n2,\n', "key,value\n3,c\n"], None),
+        (["key,value\n1,a,b\n"], "Malformed CSV record: 1,a,b"),
+        (["key,value\n1\n"], "Malformed CSV record: 1"),
+        (['key,value\n1,"a\nb"\n'], "Malformed CSV record"),
+        (['key,value\n1,"a \\"b\\""\n'], "Unescaped quote character"),
+        (["key,value\n1,a\n", "value,key\na,1\n"], "CSV header does not conform"),
+    ],
+)
+def test_the_command_reads_csv_as_it_is_or_says_why_not(
+    spark: SparkSession, tmp_path: Path, texts: list[str], reason: str | None
+) -> None:
+    """It left quotes around values, cut rows that were too long, and mixed up columns."""
+    for index, text in enumerate(texts):
+        (tmp_path / f"{index}.csv").write_text(text)
+    words = ["upr://h/b", str(tmp_path), "--format", "csv", "--header"]
+    frame = frame_of(spark, argument_parser().parse_args(words))
+    if reason is None:
+        rows = {(row["key"], row["value"]) for row in frame.collect()}
+        assert rows == {("1", 'a "b",\\'), ("2", None), ("3", "c")}
+        return
+    with pytest.raises(PipelineError, match=reason) as caught, plain_csv_errors():
+        frame.collect()
+    assert caught.value.code == "UPR_ROWS_REFUSED"
+    assert f"{tmp_path}/{len(texts) - 1}.csv" in str(caught.value)
 
 
 def test_without_a_folder_for_them_a_bad_row_fails_the_load(

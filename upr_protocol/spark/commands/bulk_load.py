@@ -7,11 +7,29 @@
 from __future__ import annotations
 
 import argparse
+import re
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Final
 
 from pyspark.sql import DataFrame, SparkSession
 
+from upr_protocol.spark.errors import PipelineError
 from upr_protocol.spark.recipes import bulk_load, command
+
+_CSV: Final = {
+    "escape": '"',
+    "unescapedQuoteHandling": "RAISE_ERROR",
+    "mode": "FAILFAST",
+    "enforceSchema": "false",
+}
+"""As RFC 4180 has it. Otherwise Spark leaves the quotes around a value that has quotes in it, drops
+values that a row has too many, and takes the columns of a second file by their place."""
+
+_UNREADABLE_FILE: Final = re.compile(r"error while reading file (.+?)\.\s")
+_CAUSE: Final = re.compile(r"^Caused by: \S+: (.+?)(?: SQLSTATE.*)?$", re.MULTILINE)
+_CAUSE_CHARS_MAX: Final = 200
 
 
 def argument_parser() -> argparse.ArgumentParser:
@@ -47,16 +65,41 @@ def argument_parser() -> argparse.ArgumentParser:
 
 def work(spark: SparkSession, options: argparse.Namespace) -> int:
     """Loads."""
-    result = bulk_load(
-        frame_of(spark, options),
-        options.url,
-        key=options.key,
-        value=options.value,
-        dead_letters=options.dead_letters,
-        options=dict(options.option),
-    )
+    with plain_csv_errors() if options.format == "csv" else nullcontext():
+        result = bulk_load(
+            frame_of(spark, options),
+            options.url,
+            key=options.key,
+            value=options.value,
+            dead_letters=options.dead_letters,
+            options=dict(options.option),
+        )
     command.print_result(result)
     return command.FAILED if result.failed else 0
+
+
+@contextmanager
+def plain_csv_errors() -> Iterator[None]:
+    """Says which file is no CSV, and why: Spark's error is a page of Java.
+
+    Raises:
+        PipelineError: A file cannot be read.
+    """
+    try:
+        yield
+    except Exception as error:
+        # Some come as Spark's, some as those of the bridge to the JVM.
+        match = _UNREADABLE_FILE.search(str(error))
+        if match is None:
+            raise
+        causes = _CAUSE.findall(str(error))
+        cause = f": {causes[-1][:_CAUSE_CHARS_MAX]}" if causes else ""
+        raise PipelineError(
+            "UPR_ROWS_REFUSED",
+            f"{match[1]} cannot be read{cause}. In CSV each row has as many values as there are "
+            "columns, a quote in a value is doubled, a value has no line end, and all files have "
+            "the same first line. Rows already written stay",
+        ) from error
 
 
 def frame_of(spark: SparkSession, options: argparse.Namespace) -> DataFrame:
@@ -64,7 +107,7 @@ def frame_of(spark: SparkSession, options: argparse.Namespace) -> DataFrame:
     if options.format == "parquet":
         return spark.read.parquet(*options.paths)
     if options.format == "csv":
-        return spark.read.csv(options.paths, header=options.header)
+        return spark.read.options(**_CSV).csv(options.paths, header=options.header)
     return spark.read.json(options.paths)
 
 
