@@ -3,6 +3,7 @@ time."""
 
 from __future__ import annotations
 
+import os
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
@@ -44,7 +45,7 @@ from upr_protocol.client import (
     Undone,
     consume_with_rollback,
 )
-from upr_protocol.client.rollback import received_keys_file
+from upr_protocol.client.rollback import checksummed_file, received_keys_file
 from upr_protocol.client.rollback.consumer import ABOVE_POSITION
 from upr_protocol.client.rollback.planner import FOREIGN, RollbackPlanner
 from upr_protocol.client.rollback.received_keys import ReceivedVersion
@@ -470,6 +471,42 @@ async def test_a_new_file_of_received_keys_knows_nothing_below_the_resume_state(
     async with consume_with_rollback(URL, keys, resume=file, dial=net.dial) as consumer:
         await until_completed(consumer)
     keys.unlink()
+    server.partitions[0].fail_over(77, 5)
+    async with consume_with_rollback(URL, keys, resume=file, dial=net.dial) as consumer:
+        undone, *_ = await until_completed(consumer)
+        assert isinstance(undone, Undone)
+        assert (undone.ceiling, undone.to, undone.documents) == (5, 0, {})
+
+
+@pytest.mark.parametrize("written_before_crash", range(4))
+async def test_a_crash_while_the_file_of_received_keys_is_begun_claims_no_keys(
+    net: FakeNet,
+    server: FakeServer,
+    tmp_path: Path,
+    autojump_clock: MockClock,
+    monkeypatch: pytest.MonkeyPatch,
+    written_before_crash: int,
+) -> None:
+    """With its header, and without where it begins, it looked as if it knew every key."""
+    fill_one_partition(server, 10, b"old")
+    keys, file = tmp_path / "received-keys", tmp_path / "resume"
+    async with consume_with_rollback(URL, keys, resume=file, dial=net.dial) as consumer:
+        await until_completed(consumer)
+    keys.unlink()
+    left = written_before_crash
+
+    def crash(*_args: object, call: Callable[..., object], **options: object) -> object:
+        nonlocal left
+        if not left:
+            raise Crash
+        left -= 1
+        return call(*_args, **options)
+
+    with monkeypatch.context() as patch, suppress(Crash):
+        for module, name in ((checksummed_file, "replace_file"), (os, "write")):
+            patch.setattr(module, name, partial(crash, call=getattr(module, name)))
+        async with consume_with_rollback(URL, keys, resume=file, dial=net.dial):
+            raise Crash
     server.partitions[0].fail_over(77, 5)
     async with consume_with_rollback(URL, keys, resume=file, dial=net.dial) as consumer:
         undone, *_ = await until_completed(consumer)

@@ -184,19 +184,11 @@ class _StoreAfterKeys:
         await self._store.save(state)
 
 
-async def _partitions_to_restart(
+def _partitions_to_restart(
     received_keys: ReceivedKeysFile, state: ResumeState
 ) -> list[PartitionId]:
-    """Makes the received keys fit the resume state; gives the partitions that must start again.
-
-    A new file knows no key that was received before. An old file may begin above the resume state,
-    if that is older than the last one saved, or was lost.
-    """
-    if received_keys.is_new:
-        for partition, position in state.positions.items():
-            if position.highest_received:
-                await received_keys.raise_floor(partition, position.highest_received)
-        return []
+    """The partitions that must start again: the received keys may begin above a resume state that
+    is older than the last one saved, or was lost."""
     return sorted(
         partition
         for partition, floor in received_keys.keys.floors().items()
@@ -237,6 +229,7 @@ async def consume_with_rollback(
         UprError: See `consume`.
     """
     address = (Address.parse(target) if isinstance(target, str) else target).with_bucket()
+    state, store = await load_resume_state(resume, address.bucket)
     keys_file = await trio.to_thread.run_sync(
         partial(
             ReceivedKeysFile,
@@ -244,13 +237,18 @@ async def consume_with_rollback(
             address.bucket,
             received_keys_limits,
             is_buffered=buffer_received_keys,
+            # A new file knows no key that was received before.
+            first_floors={
+                partition: position.highest_received
+                for partition, position in state.positions.items()
+                if position.highest_received
+            },
         )
     )
     try:
-        state, store = await load_resume_state(resume, address.bucket)
         if store is not None and buffer_received_keys:
             store = _StoreAfterKeys(store, keys_file)
-        restarts = await _partitions_to_restart(keys_file, state)
+        restarts = _partitions_to_restart(keys_file, state)
         for partition in restarts:
             state.positions.pop(partition, None)
         if store is not None and restarts:

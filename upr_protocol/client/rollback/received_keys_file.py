@@ -19,7 +19,10 @@ from upr_protocol.client.rollback.received_keys import (
     ReceivedKeysLimits,
     ReceivedVersion,
 )
-from upr_protocol.client.rollback.received_keys_rewrite import ReceivedKeysRewrite
+from upr_protocol.client.rollback.received_keys_rewrite import (
+    ReceivedKeysRewrite,
+    encoded_floors,
+)
 from upr_protocol.concurrency import run_steps
 from upr_protocol.failover import FailoverLog
 from upr_protocol.ids import HistoryId, PartitionId, SeqNo
@@ -47,10 +50,11 @@ class ReceivedKeysFile:
     Args:
         path: The file; created if it is missing. Two consumers must not share it.
         is_buffered: Whether received keys are written by `flush`, and not one chunk at a time.
+        first_floors: The floors of a new file: by partition, up to which number keys were received
+            that it does not know.
 
     Attributes:
         keys: The same keys in memory.
-        is_new: Whether the file was created just now.
 
     Raises:
         DamagedFileError: The file is damaged, belongs to another bucket, or has another format.
@@ -64,6 +68,7 @@ class ReceivedKeysFile:
         limits: ReceivedKeysLimits | None = None,
         *,
         is_buffered: bool = False,
+        first_floors: Mapping[PartitionId, SeqNo] | None = None,
     ) -> None:
         self.keys = ReceivedKeys(limits or ReceivedKeysLimits())
         self._bucket = bucket
@@ -73,11 +78,12 @@ class ReceivedKeysFile:
         self._buffer: deque[tuple[Any, ...]] = deque()
         self._write_lock = threading.Lock()
         self._file, records = ChecksummedFile.open(Path(path))
-        self.is_new = not records
         try:
-            self._load(records)
             if not records:
-                self._file.append(self._header())
+                # At once: without the floors, the next start would take it for one that knows all.
+                records = [self._header(), *encoded_floors(first_floors or {})]
+                self._file.replace(records)
+            self._load(records)
         except BaseException:
             self._file.close()
             raise

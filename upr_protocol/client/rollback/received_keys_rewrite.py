@@ -7,7 +7,7 @@ that comes, and what is appended to the file meanwhile is written behind them.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from itertools import islice
 from typing import Final
 
@@ -69,8 +69,10 @@ class ReceivedKeysRewrite:
         for partition in list(self._rows):
             self._encode_rows(partition)
         # Only now: keys may have been dropped since they were listed.
-        floors = [
-            msgspec.msgpack.encode(("floor", partition, seq))
-            for partition, seq in self._keys.floors().items()
-        ]
+        floors = encoded_floors(self._keys.floors())
         return [*floors, *self._records, *self.appended_records]
+
+
+def encoded_floors(floors: Mapping[PartitionId, SeqNo]) -> list[bytes]:
+    """The records of floors."""
+    return [msgspec.msgpack.encode(("floor", partition, seq)) for partition, seq in floors.items()]
