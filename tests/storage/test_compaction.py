@@ -15,7 +15,7 @@ from tests.storage.log_model import Model, chunk_of, read, record_of, row
 from upr_protocol.chunk import Mutation
 from upr_protocol.ids import Operation
 from upr_server.engine import FetchRequest
-from upr_server.storage import bucket_storage, compaction
+from upr_server.storage import bucket_storage, compaction, live_seqs
 from upr_server.storage.bucket_storage import BucketStorage, MaintenanceStep
 from upr_server.storage.chunk_log import ChunkLog, PartitionWrite
 from upr_server.storage.compaction import Compaction
@@ -67,6 +67,8 @@ class Life(RuleBasedStateMachine):
         self.patch.setattr(bucket_storage, "GARBAGE_BYTES", 900)
         self.patch.setattr(compaction, "CHUNK_BYTES", 600)
         self.patch.setattr(compaction, "WHOLE_BYTES_MIN", 250)
+        self.patch.setattr(compaction, "SPAN", 20)
+        self.patch.setattr(live_seqs, "STEP_KEYS", 3)
         self.log_disk, self.index_disk = SimulatedDisk(), SimulatedDisk()
         ChunkLog(self.log_disk).create(
             BucketRecord("b", PARTITIONS, 0), [record_of(0)] * PARTITIONS

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Final
 
 import pytest
@@ -229,18 +230,20 @@ def test_the_newest_numbers_are_those_of_single_entries_or_damaged(
     logged_index, _, index = disks
     logged_index.commit([*sets(b"a", b"b", b"a"), row(Operation.DELETE, b"b", 4, 4)])
     logged_index.follow()
-    keys = [b"b", b"missing", b"a", b"b"]
-    assert logged_index.index.newest_seqs(0, keys) == [4, 0, 3, 4]
-    assert logged_index.index.newest_seqs(1, keys) == [0, 0, 0, 0]
+    newest_seqs = partial(logged_index.index.newest_seqs, 0, b"")
+    assert newest_seqs(3) == ([3, 4], b"")
+    assert newest_seqs(1) == ([3], index_entry_key(0, b"a"))
+    assert logged_index.index.newest_seqs(0, index_entry_key(0, b"a"), 3) == ([4], b"")
+    assert logged_index.index.newest_seqs(1, b"", 3) == ([], b"")
     for bit in range(8 * 16):
         index.flip_bit(index_entry_key(0, b"a"), bit)
         with pytest.raises(CorruptionError):
-            logged_index.index.newest_seqs(0, keys)
+            newest_seqs(3)
         index.flip_bit(index_entry_key(0, b"a"), bit)
     with index.write() as transaction:
         transaction.put(index_entry_key(0, b"a"), b"short")
     with pytest.raises(CorruptionError, match="5 bytes"):
-        logged_index.index.newest_seqs(0, keys)
+        newest_seqs(3)
 
 
 def test_a_damaged_entry_that_was_deleted_expires_nothing(

@@ -1,10 +1,10 @@
 """Compaction: rewriting chunks without superseded mutations, and small chunks into large ones.
 
 A compaction goes over one partition from its oldest chunk to the index's watermark, in bounded
-steps. A mutation is kept if the index names it as its key's newest, or if it lies in a leased
-range: a reader of such a range gets the same versions each time. A lapsed lease protects nothing,
-but can be renewed while its ranges are whole; so the commit that drops something of them marks it
-broken.
+steps. A mutation is kept if the index names it as its key's newest (`live_seqs`), or if it lies in
+a leased range: a reader of such a range gets the same versions each time. A lapsed lease protects
+nothing, but can be renewed while its ranges are whole; so the commit that drops something of them
+marks it broken.
 
 A tombstone that is old enough is dropped once nothing older of its key is left. Going from the
 oldest chunk on and leaving nothing superseded behind ensures that; where a lease made it leave
@@ -17,7 +17,6 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from operator import eq
 from typing import Final
 
 import msgspec
@@ -27,6 +26,7 @@ from upr_protocol.ids import Operation, SeqNo
 from upr_server.storage.chunk_log import ChunkLog
 from upr_server.storage.errors import CorruptionError
 from upr_server.storage.key_index import KeyIndex
+from upr_server.storage.live_seqs import SPAN, LiveSeqs
 from upr_server.storage.records import (
     CHUNK_HEAD,
     FLOOR,
@@ -91,6 +91,7 @@ class Compaction:
         self._log = log
         self._index = index
         self._has_left_superseded = False
+        self._live_seqs: LiveSeqs | None = None
         self.partition = partition
         self.through = through
         self.seq = SeqNo(0)
@@ -103,7 +104,8 @@ class Compaction:
         purge_before_cas: int,
         lapsed_leases: Sequence[LeaseRecord] = (),
     ) -> CompactionStep:
-        """Goes over about `bytes_max` bytes of chunks, in one commit.
+        """Goes over about `bytes_max` bytes of chunks, in one commit; or reads a part of the
+        index, which tells what of them is superseded.
 
         Args:
             bytes_max: How many.
@@ -118,9 +120,16 @@ class Compaction:
         if leases:
             self._has_left_superseded = True
         high = log.high_seq(partition)
+        live_seqs = self._read_live_seqs(high)
+        if not live_seqs.is_complete:
+            return self._nothing_done()
         # Whole chunks: a rewritten one is stored under the same last number.
         read_chunks = log.read_chunks(partition, self.seq, high, bytes_max=bytes_max)
-        chunks = [chunk for chunk in read_chunks if chunk.end <= self.through]
+        due_chunks = [chunk for chunk in read_chunks if chunk.end <= self.through]
+        chunks = [chunk for chunk in due_chunks if chunk.end <= live_seqs.through]
+        if due_chunks and not chunks:
+            self._live_seqs = None
+            return self._nothing_done()
         rewrite = _Rewrite()
         leased_ranges = _merged(leases)
         dropped_seqs: list[int] = []
@@ -128,15 +137,15 @@ class Compaction:
         purged_tombstones: list[tuple[bytes, int]] = []
         for chunk in chunks:
             seqs = chunk.seqs.tolist()
-            newest_seqs = self._index.newest_seqs(partition, chunk.keys())
-            keep = bytearray(map(eq, seqs, newest_seqs))
+            are_live = live_seqs.are_live(seqs)
+            keep = bytearray(are_live)
             if leased_ranges:
                 for row, seq in enumerate(seqs):
                     keep[row] = keep[row] or _is_leased(seq, leased_ranges)
             if not self._has_left_superseded:
                 purged_tombstones += _purge(chunk, keep, purge_before_cas, high)
             if leased_ranges:
-                left_bytes.update(_left_bytes(chunk, newest_seqs, keep, leased_ranges))
+                left_bytes.update(_left_bytes(chunk, are_live, keep, leased_ranges))
             if lapsed_leases:
                 dropped_seqs += [
                     seq for seq, is_kept in zip(seqs, keep, strict=True) if not is_kept
@@ -155,12 +164,27 @@ class Compaction:
             self.seq = chunks[-1].end
         return CompactionStep(
             self.seq,
-            len(chunks) < len(read_chunks) or self.seq >= self.through,
+            len(chunks) == len(due_chunks)
+            and (len(due_chunks) < len(read_chunks) or self.seq >= self.through),
             grown_bytes,
             purge_seq,
             purged_tombstones,
             [lease.lease_id for lease in broken_leases],
         )
+
+    def _read_live_seqs(self, high: SeqNo) -> LiveSeqs:
+        """Reads on, if the numbers that are live where this goes on are not all known."""
+        if self._live_seqs is None:
+            chunks = self._log.read_chunks(self.partition, self.seq, high, bytes_max=1)
+            through = max(self.seq + SPAN, chunks[0].end)
+            self._live_seqs = LiveSeqs(self._index, self.partition, self.seq, through)
+        if not self._live_seqs.is_complete:
+            self._live_seqs.read_step()
+        return self._live_seqs
+
+    def _nothing_done(self) -> CompactionStep:
+        purge_seq, grown_bytes = self._replace([], [], [], [])
+        return CompactionStep(self.seq, False, grown_bytes, purge_seq)
 
     def _replace(
         self,
@@ -233,14 +257,14 @@ def _is_leased(seq: int, leased_ranges: list[tuple[int, int]]) -> bool:
 
 def _left_bytes(
     chunk: Chunk,
-    newest_seqs: Sequence[int],
+    are_live: bytes,
     keep: bytearray,
     leased_ranges: list[tuple[int, int]],
 ) -> dict[tuple[int, int], int]:
     """About how many bytes of a chunk are superseded and kept for each leased range."""
     counts: Counter[tuple[int, int]] = Counter()
-    for seq, newest_seq, is_kept in zip(chunk.seqs.tolist(), newest_seqs, keep, strict=True):
-        if is_kept and newest_seq != seq:
+    for seq, is_live, is_kept in zip(chunk.seqs.tolist(), are_live, keep, strict=True):
+        if is_kept and not is_live:
             counts[leased_ranges[bisect_left(leased_ranges, (seq,)) - 1]] += 1
     return {
         leased_range: chunk.nbytes * count // chunk.count for leased_range, count in counts.items()

@@ -404,17 +404,25 @@ class KeyIndex:
                 )
         return items
 
-    def newest_seqs(self, partition: int, keys: Iterable[bytes]) -> list[int]:
-        """The sequence number of the newest mutation of each of these keys, tombstones included; 0
-        for one without an entry.
+    def newest_seqs(self, partition: int, after: bytes, limit: int) -> tuple[list[int], bytes]:
+        """The sequence number of the newest mutation of each key, tombstones included, by key.
+
+        Args:
+            partition: The partition.
+            after: The continuation of the previous call; empty to begin.
+            limit: How many keys to look at.
+
+        Returns:
+            The numbers, and the continuation for the next call; empty when there are no more.
 
         Raises:
             CorruptionError: An entry is damaged.
         """
-        prefix = index_entry_key(partition, b"")
-        entry_keys = [prefix + key for key in keys]
+        first_key = after + b"\0" if after else index_entry_key(partition, b"")
+        last_key = index_entry_key(partition, b"\xff" * 251)
         with self.ordered_map.read() as transaction:
-            return parse_seqs(entry_keys, map(transaction.get, entry_keys))
+            entries = list(islice(transaction.scan(first_key, last_key), limit))
+            return parse_seqs(entries), entries[-1][0] if len(entries) == limit else b""
 
     def find_expired(self, now: int, after: bytes, limit: int) -> tuple[list[ExpiredItem], bytes]:
         """Items that expired at `now` or before, by time. Left out are items whose records are

@@ -396,8 +396,8 @@ class KeyIndexEntry(msgspec.Struct, frozen=True):
         return cls(abs(signed_seq), expiry, signed_seq < 0)
 
 
-def parse_seqs(keys: Iterable[bytes], values: Iterable[Buffer | None]) -> list[int]:
-    """The sequence number of each of these index entries; 0 in place of a missing one.
+def parse_seqs(entries: Iterable[tuple[bytes, Buffer]]) -> list[int]:
+    """The sequence number of each of these index entries, which are keys and values.
 
     It does what `KeyIndexEntry.parse` does, for half the time: compaction looks at every key.
 
@@ -405,10 +405,7 @@ def parse_seqs(keys: Iterable[bytes], values: Iterable[Buffer | None]) -> list[i
         CorruptionError: A value is damaged.
     """
     seqs: list[int] = []
-    for key, value in zip(keys, values, strict=True):
-        if value is None:
-            seqs.append(0)
-            continue
+    for key, value in entries:
         if len(value) == _ENTRY.size:
             signed_seq, _, crc = _ENTRY.unpack(value)
             if crc == crc32c(key + value[: _ENTRY_BODY.size]):
