@@ -401,7 +401,8 @@ class Partition:
             # The bare prefix stands for any.
             self._on_update((DESIGN_PREFIX,), 1)
 
-    def _notify_expired(self, keys: Sequence[bytes]) -> None:
+    def notify_expired(self, keys: Sequence[bytes]) -> None:
+        """Tells the observer, once, that these items of the bucket have expired."""
         if keys and self._on_update is not None:
             self._on_update(list(filter(is_design_key, keys)), 1)
 
@@ -479,13 +480,14 @@ class Partition:
                 self._store_expiry(key, now)
         else:
             self._store_expiries(keys, now)
-        self._notify_expired(keys)
+        self.notify_expired(keys)
         return len(keys)
 
     def expire_stored(self, key: bytes, seq: SeqNo, now: float) -> bool:
         """Deletes an item that the disk reports as expired, unless the key has changed since.
 
-        The eviction must have been pinned since before the disk was asked.
+        The eviction must have been pinned since before the disk was asked. The observer is not
+        told: `notify_expired` does so for many items at once.
 
         Args:
             key: The key.
@@ -505,7 +507,6 @@ class Partition:
             return False
         self._store_expiry(key, now)
         self.snapshots.wake()
-        self._notify_expired([key])
         return True
 
     def _store_expiry(self, key: bytes, now: float) -> None:

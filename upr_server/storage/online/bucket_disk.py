@@ -265,7 +265,7 @@ class BucketDisk:
     async def _expire_some(self, partitions: Sequence[Partition], now: float) -> int:
         """Goes over the next `DUE_MAX` expired items. Returns how many it has passed over."""
         pins = [(partition.eviction, partition.eviction.pin()) for partition in partitions]
-        deleted_count = 0
+        deleted_keys: list[bytes] = []
         try:
             items, self._expired_after = await self.store.ask(
                 FindExpired(self.bucket.name, int(now), self._expired_after, DUE_MAX)
@@ -277,12 +277,15 @@ class BucketDisk:
             for item in items:
                 partition = partitions[item.partition]
                 eviction, pin = pins[item.partition]
-                if eviction.is_index_ready and eviction.is_pinned(pin):
-                    deleted_count += partition.expire_stored(item.key, item.seq, now)
+                is_certain = eviction.is_index_ready and eviction.is_pinned(pin)
+                if is_certain and partition.expire_stored(item.key, item.seq, now):
+                    deleted_keys.append(item.key)
+            # Once: there may be a hundred consumers of events. All partitions have one observer.
+            partitions[0].notify_expired(deleted_keys)
         finally:
             for eviction, pin in pins:
                 eviction.unpin(pin)
-        return DUE_MAX - deleted_count
+        return DUE_MAX - len(deleted_keys)
 
     def statistics(self) -> dict[str, object]:
         """Figures; sizes in bytes, times in seconds."""
