@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import trio
@@ -28,3 +28,16 @@ def counted_steps() -> Iterator[StepCounter]:
         yield counter
     finally:
         trio.lowlevel.remove_instrument(counter)
+
+
+class LargestStep(trio.abc.Instrument):
+    """Notes by how much one step of any task has raised a number at most."""
+
+    def __init__(self, number: Callable[[], int]) -> None:
+        self.added_count = 0
+        self._number = number
+        self._count = number()
+
+    def after_task_step(self, task: trio.lowlevel.Task) -> None:
+        count_before, self._count = self._count, self._number()
+        self.added_count = max(self.added_count, self._count - count_before)

@@ -17,6 +17,7 @@ from tests.kit.fake_cluster import FakeCluster
 from tests.kit.fake_server import BUCKET, FakeServer
 from tests.kit.placed_keys import key_in
 from tests.kit.process import eventually
+from tests.kit.steps import LargestStep
 from upr_protocol.chunk import Chunk, Mutation
 from upr_protocol.errors import ServerError, Status
 from upr_protocol.ids import (
@@ -712,19 +713,6 @@ async def test_a_chunk_costs_the_same_however_many_partitions_wait_for_the_disk(
         follower.store.commit_s = 0.0
         await trio.sleep(600)
         assert replicator.statistics()["waiting_bytes"] == 0
-
-
-class LargestStep(trio.abc.Instrument):
-    """Notes by how much one step of any task has raised a number at most."""
-
-    def __init__(self, number: Callable[[], int]) -> None:
-        self.added_count = 0
-        self._number = number
-        self._count = number()
-
-    def after_task_step(self, task: trio.lowlevel.Task) -> None:
-        count_before, self._count = self._count, self._number()
-        self.added_count = max(self.added_count, self._count - count_before)
 
 
 def answers_of(follower: Replica) -> int:

@@ -10,7 +10,9 @@ import pytest
 import trio
 import trio.testing
 
+from tests.kit.held_store import HeldStore
 from tests.kit.placed_keys import key_in
+from tests.kit.steps import LargestStep
 from tests.server.test_access import ADMIN
 from tests.server.test_backfill import INDEXED_S, HeldReads, Model, evicted
 from tests.server.test_connection import P0, Peer, sets
@@ -37,6 +39,7 @@ from upr_server.engine.evaluation import EXPIRY_COST
 from upr_server.engine.partition import EXPIRE_BEFORE_RUN_MAX, EXPIRE_MAX
 from upr_server.net.access import Access
 from upr_server.net.handlers.publishing import (
+    AWAITED_RUNS,
     EXPIRING_RUN_COST,
     PLAIN_RUN_COST,
     RUN_COST,
@@ -241,6 +244,35 @@ async def test_a_bundle_of_many_runs_lets_others_have_their_turn(op: Operation) 
         assert isinstance(reply, MutateReply)
         assert [run.last_seq for run in reply.runs] == [rows] * runs
         assert (await publisher.hear(GetReply)).chunk.value(0) == b"v"
+
+
+@pytest.mark.parametrize("is_one_refused", [False, True])
+async def test_many_runs_that_wait_for_the_disk_let_others_have_their_turn(
+    is_one_refused: bool,
+) -> None:
+    """A slice applies some hundred of them, and to wait for each costs more than to apply it."""
+    runs, store = 3 * AWAITED_RUNS, HeldStore()
+    async with serving(store, runs) as server, speaking(server) as publisher:
+        disk = server.catalog.disk_of(BUCKET)
+        assert disk is not None
+        keys = {partition_of(b"%d" % n, runs): b"%d" % n for n in range(20 * runs)}
+        parts = [(partition, sets(keys[partition])) for partition in map(PartitionId, range(runs))]
+        partition = disk.bucket.partitions[1]
+        if is_one_refused:
+            partition.change_state(PartitionState.PENDING, partition.failover_log)
+        largest_step = LargestStep(lambda: len(disk.flusher._callbacks))
+        trio.lowlevel.add_instrument(largest_step)
+        opaque = publisher.opaque()
+        mutate = Mutate(bundle_of(*parts), durability=Durability.PERSISTED, opaque=opaque)
+        await publisher.say(mutate)
+        await trio.testing.wait_all_tasks_blocked()
+        trio.lowlevel.remove_instrument(largest_step)
+        assert len(disk.flusher._callbacks) == runs - is_one_refused
+        assert largest_step.added_count <= AWAITED_RUNS
+        store.released.set()
+        reply = await answer_to(publisher, opaque)
+        assert isinstance(reply, MutateReply)
+        assert sum(run.status == Status.OK for run in reply.runs) == runs - is_one_refused
 
 
 @pytest.mark.parametrize("op", [Operation.SET, Operation.ADD])
