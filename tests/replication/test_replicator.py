@@ -740,6 +740,33 @@ async def test_many_answers_to_publishers_are_taken_in_steps(autojump_clock: Moc
         assert largest_step.added_count == STEP_ANSWERS
 
 
+async def test_answers_to_publishers_of_many_partitions_are_taken_in_steps(
+    autojump_clock: MockClock,
+) -> None:
+    """What of each partition is taken in one step is too much of several."""
+    count, writer_count = COLLECTED_PARTITIONS, STEP_ANSWERS // 8
+    async with replica(count) as follower:
+        await follower.assign(*[Assignment("a", {"b": ""})] * count)
+        follower.store.commit_s = 5.0
+        keys = [key_in(partition, count) for partition in range(count)]
+        follower.source.put(keys[0], b"value")
+        await trio.sleep(1)
+        packed = pack_result(LOST)
+        follower.source.answers = tuple(
+            (writer.to_bytes(16), 1, 1, packed) for writer in range(1, writer_count + 1)
+        )
+        for key in keys[1:]:
+            follower.source.put(key, b"value")
+        partitions = follower.disk.bucket.partitions
+        largest_step = LargestStep(lambda: sum(len(p.repeated_batches.answers) for p in partitions))
+        trio.lowlevel.add_instrument(largest_step)
+        await eventually(
+            lambda: all(partition.high_seq for partition in partitions), "the disk has everything"
+        )
+        trio.lowlevel.remove_instrument(largest_step)
+        assert largest_step.added_count == writer_count
+
+
 async def test_large_answers_to_publishers_are_taken_in_more_steps(
     autojump_clock: MockClock,
 ) -> None:
