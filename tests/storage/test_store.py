@@ -68,7 +68,7 @@ from upr_server.storage.processes import (
     send_in_steps,
 )
 from upr_server.storage.records import BucketRecord, LeaseRecord
-from upr_server.storage.shared_slots import SLOT_BYTES, SLOTS, SlotPool
+from upr_server.storage.shared_slots import SLOT_BYTES, SLOTS, SlotPool, make_shared_memory
 from upr_server.storage.simulated import SimulatedDirectory, SimulatedStore
 from upr_server.storage.storage_server import StorageServer
 
@@ -888,10 +888,14 @@ class ReceivingSteps(trio.abc.Instrument):
             self._on_step(self.count)
 
 
-async def test_reads_for_thousands_of_streams_hold_up_no_other_call() -> None:
+@asynccontextmanager
+async def a_held_worker(
+    slots: SlotPool | None = None,
+) -> AsyncIterator[tuple[processes._Worker, bytearray, trio.SocketStream]]:
+    """A process that answers nothing: what it has received, and the pipe to answer by."""
     own_socket, process_socket = trio.socket.socketpair()
     own_pipe, process_pipe = trio.SocketStream(own_socket), trio.SocketStream(process_socket)
-    worker = processes._Worker(cast("Any", None), own_pipe, "reader", None)
+    worker = processes._Worker(cast("Any", None), own_pipe, "reader", slots)
     received = bytearray()
 
     async def take_requests() -> None:
@@ -901,6 +905,12 @@ async def test_reads_for_thousands_of_streams_hold_up_no_other_call() -> None:
     async with own_pipe, process_pipe, trio.open_nursery() as nursery:
         for task in (worker.send, worker.receive, take_requests):
             nursery.start_soon(task)
+        yield worker, received, process_pipe
+        nursery.cancel_scope.cancel()
+
+
+async def test_reads_for_thousands_of_streams_hold_up_no_other_call() -> None:
+    async with a_held_worker() as (worker, received, process_pipe), trio.open_nursery() as nursery:
         for _ in range(1000):
             nursery.start_soon(worker.call, ReadChunks("b", 0, SeqNo(0), SeqNo(9), 1))
         await trio.testing.wait_all_tasks_blocked()
@@ -913,6 +923,37 @@ async def test_reads_for_thousands_of_streams_hold_up_no_other_call() -> None:
         await process_pipe.send_all(5 * (HEAD.pack(1, 0, False) + b"\x90"))
         await trio.testing.wait_all_tasks_blocked()
         assert received.count(b"ReadChunks") == READS_SENT_MAX + 5
+        nursery.cancel_scope.cancel()
+
+
+async def test_what_a_stream_that_has_ended_would_have_read_is_not_read() -> None:
+    """Else consumers that come and go would have others wait behind all that they asked for."""
+    shared_memory = make_shared_memory()
+    assert shared_memory is not None
+    slots = SlotPool(shared_memory)
+    os.close(shared_memory)
+    scopes = [trio.CancelScope() for _ in range(READS_SENT_MAX + 100)]
+    async with (
+        a_held_worker(slots) as (worker, received, process_pipe),
+        trio.open_nursery() as nursery,
+    ):
+
+        async def read(scope: trio.CancelScope) -> None:
+            with scope:
+                await worker.call(ReadChunks("ended", 0, SeqNo(0), SeqNo(9), SLOT_READ_BYTES_MIN))
+
+        for scope in scopes:
+            nursery.start_soon(read, scope)
+        await trio.testing.wait_all_tasks_blocked()
+        for scope in scopes:
+            scope.cancel()
+        nursery.start_soon(worker.call, ReadChunks("going on", 0, SeqNo(0), SeqNo(9), 1))
+        await trio.testing.wait_all_tasks_blocked()
+        assert len(slots) == SLOTS - READS_SENT_MAX, "those that were sent keep theirs"
+        await process_pipe.send_all(HEAD.pack(1, 0, False) + b"\x90")
+        await trio.testing.wait_all_tasks_blocked()
+        assert received.count(b"ended") == READS_SENT_MAX
+        assert received.count(b"going on") == 1
         nursery.cancel_scope.cancel()
 
 

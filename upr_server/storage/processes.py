@@ -8,7 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import AsyncIterator, Sequence
 from contextlib import ExitStack, asynccontextmanager, suppress
 from pathlib import Path
@@ -89,7 +89,7 @@ Thousands of streams may begin at once, and whoever needs an item would wait beh
 log = structlog.get_logger(__name__)
 
 
-@attrs.define
+@attrs.define(eq=False)
 class _PendingCall:
     call: StoreCall[Any]
     slot: Slot | None
@@ -112,8 +112,9 @@ class _Worker:
         self._received_bytes = bytearray()
         """Received, and not parsed yet."""
         self._unsent_calls: deque[_PendingCall] = deque()
-        # Reads of chunks wait apart, and take turns with the others.
-        self._unsent_reads: deque[_PendingCall] = deque()
+        # Reads of chunks wait apart, and take turns with the others. One in whose answer nobody is
+        # interested any more is taken out, wherever it stands.
+        self._unsent_reads: OrderedDict[_PendingCall, None] = OrderedDict()
         self._is_reads_turn = False
         self._reads_sent = 0
         self._sent_calls: deque[_PendingCall] = deque()
@@ -121,7 +122,8 @@ class _Worker:
         self.is_gone = False
 
     async def call(self, call: StoreCall[Any]) -> Any:
-        """Has a call carried out. Once sent, it is carried out even if the caller is cancelled.
+        """Has a call carried out. Once sent, it is carried out even if the caller is cancelled; and
+        so is one that is not sent yet, unless it reads chunks.
 
         Raises:
             StorageError: It could not be done.
@@ -136,10 +138,15 @@ class _Worker:
         ):
             slot = self.slots.acquire()
         pending_call = _PendingCall(call, slot)
-        unsent_calls = self._unsent_reads if isinstance(call, ReadChunks) else self._unsent_calls
-        unsent_calls.append(pending_call)
+        if isinstance(call, ReadChunks):
+            self._unsent_reads[pending_call] = None
+        else:
+            self._unsent_calls.append(pending_call)
         self._has_calls.notify()
-        await pending_call.event.wait()
+        try:
+            await pending_call.event.wait()
+        finally:
+            self._unsent_reads.pop(pending_call, None)
         if pending_call.failure is not None:
             raise pending_call.failure.error()
         return pending_call.answer
@@ -159,7 +166,7 @@ class _Worker:
         if self._may_send_read() and (self._is_reads_turn or not self._unsent_calls):
             self._is_reads_turn = False
             self._reads_sent += 1
-            return self._unsent_reads.popleft()
+            return self._unsent_reads.popitem(last=False)[0]
         self._is_reads_turn = True
         return self._unsent_calls.popleft()
 
