@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 import pytest
 import trio
+import trio.testing
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from trio.testing import MockClock
@@ -40,7 +41,7 @@ from upr_server.indexer import moments as moments_module
 from upr_server.indexer.definitions import NoIndexError
 from upr_server.indexer.document_rows import RoundChanges
 from upr_server.indexer.entry_reader import EntrySelection
-from upr_server.indexer.index_file import IndexFile
+from upr_server.indexer.index_file import IndexFile, IndexFileError
 from upr_server.indexer.indexer import Indexer
 from upr_server.indexer.moments import (
     AGE_S_MAX,
@@ -278,3 +279,25 @@ async def test_a_moment_outlives_no_indexer(tmp_path: Path) -> None:
             await until_ready(target, "d/city")
             with pytest.raises(MomentGoneError, match="the indexer was restarted"):
                 await page(target, moment=first.moment)
+
+
+async def test_a_moment_that_is_given_up_between_two_readers_is_closed(tmp_path: Path) -> None:
+    """The second has its turn, and has yet to begin. The file would grow until the moment is
+    collected as garbage."""
+    moments = Moments(MemoryPool(POOL_BYTES))
+    with an_index(tmp_path, CITY, {}) as index:
+        view = index.file.open_view()
+        moment = moments.hold(index.file, view)
+
+        async def read() -> None:
+            with pytest.raises(MomentGoneError):
+                async with moment.reading():
+                    pass
+
+        async with trio.open_nursery() as nursery:
+            async with moment.reading():
+                nursery.start_soon(read)
+                await trio.testing.wait_all_tasks_blocked()
+            moments.release(moment)
+        with pytest.raises(IndexFileError):
+            view.opening()

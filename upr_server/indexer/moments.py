@@ -92,12 +92,11 @@ class Moment:
             await self._lock.acquire()
         try:
             self.check()
-            try:
-                yield self._view
-            finally:
-                if self.is_gone:
-                    self._view.close()
+            yield self._view
         finally:
+            # It may have been given up also before this reader, whose turn it was, went on.
+            if self.is_gone:
+                self._view.close()
             self._lock.release()
 
     def check(self) -> None:
