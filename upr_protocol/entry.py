@@ -8,6 +8,7 @@ So this module imports only what Python has imported by then: even `typing` take
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import sys
@@ -59,6 +60,15 @@ def run_command(program: str, load: Callable[[], Callable[[], Any]]) -> NoReturn
         sys.exit(command())
     except KeyboardInterrupt:
         sys.exit(EXIT_INTERRUPTED)
+    except OSError as error:
+        # Help texts and the version are printed before a command can see to its errors.
+        if error.errno != errno.ENOSPC or error.filename is not None:
+            raise
+        # Python would try again to write what is left in its buffer.
+        with open(os.devnull, "wb") as null_device:
+            os.dup2(null_device.fileno(), sys.stdout.fileno())
+        sys.stderr.write(f"{program}: the output cannot be written: {error.strerror}\n")
+        sys.exit(EXIT_FAILED)
     except Exception as error:
         if not _is_lack_of_threads(error):
             raise

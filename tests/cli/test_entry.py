@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import signal
+import subprocess
+import sys
 
 import pytest
 
@@ -19,3 +21,16 @@ def test_ctrl_c_as_soon_as_it_is_an_exception_again(monkeypatch: pytest.MonkeyPa
     with pytest.raises(SystemExit) as exit_info:
         run_command("upr", lambda: lambda: pytest.fail("the command ran"))
     assert exit_info.value.code == 130
+
+
+@pytest.mark.parametrize("program", ["upr_protocol.entry:upr", "upr_server.entry:upr_server"])
+def test_a_help_text_for_which_the_disk_has_no_room(program: str) -> None:
+    module, function = program.split(":")
+    code = f"import sys; from {module} import {function}; sys.argv = ['', '--help']; {function}()"
+    with open("/dev/full", "wb") as full_device:
+        ran = subprocess.run(
+            [sys.executable, "-c", code], stdout=full_device, stderr=subprocess.PIPE, check=False
+        )
+    name = function.replace("_", "-")
+    sentence = f"{name}: the output cannot be written: No space left on device\n"
+    assert (ran.returncode, ran.stderr.decode()) == (1, sentence)
