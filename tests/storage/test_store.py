@@ -31,6 +31,7 @@ from upr_server.storage import processes
 from upr_server.storage.api import Store
 from upr_server.storage.bucket_storage import MaintenanceStep
 from upr_server.storage.calls import (
+    CloseBucket,
     Commit,
     CreateBucketFiles,
     DeleteAnswers,
@@ -46,6 +47,7 @@ from upr_server.storage.calls import (
     PutLease,
     ReadChunks,
     StartServing,
+    StoreCall,
 )
 from upr_server.storage.chunk_log import COMMIT_RESERVE_BYTES, PartitionWrite, StoredAnswer
 from upr_server.storage.directory import FORMAT_TEXT, DataDirectory, prepare
@@ -890,7 +892,7 @@ class ReceivingSteps(trio.abc.Instrument):
 
 @asynccontextmanager
 async def a_held_worker(
-    slots: SlotPool | None = None,
+    slots: SlotPool | None = None, *, receives: bool = True
 ) -> AsyncIterator[tuple[processes._Worker, bytearray, trio.SocketStream]]:
     """A process that answers nothing: what it has received, and the pipe to answer by."""
     own_socket, process_socket = trio.socket.socketpair()
@@ -899,7 +901,7 @@ async def a_held_worker(
     received = bytearray()
 
     async def take_requests() -> None:
-        while True:
+        while receives:
             received.extend(await process_pipe.receive_some())
 
     async with own_pipe, process_pipe, trio.open_nursery() as nursery:
@@ -954,6 +956,32 @@ async def test_what_a_stream_that_has_ended_would_have_read_is_not_read() -> Non
         await trio.testing.wait_all_tasks_blocked()
         assert received.count(b"ended") == READS_SENT_MAX
         assert received.count(b"going on") == 1
+        nursery.cancel_scope.cancel()
+
+
+async def test_a_read_that_waits_is_left_out_with_its_caller_and_a_change_is_not() -> None:
+    """Else clients that ask again and again, as answers come late, would make all later still."""
+    requests = [FetchRequest(b"%0250d" % index, 0, True) for index in range(20_000)]
+    calls: list[StoreCall[Any]] = [
+        CloseBucket("b"),
+        *(FindItems("b", 0, requests[:1]) for _ in range(100)),
+        DeleteLeases("b", [1]),
+        *(FindExpired("b", 1, b"", 1) for _ in range(100)),
+    ]
+    async with (
+        a_held_worker(receives=False) as (worker, _, _),
+        trio.open_nursery() as nursery,
+    ):
+        # It fills the pipe.
+        nursery.start_soon(worker.call, FindItems("b", 0, requests))
+        await trio.testing.wait_all_tasks_blocked()
+        with trio.move_on_after(0.01):
+            async with trio.open_nursery() as clients:
+                for call in calls:
+                    clients.start_soon(worker.call, call)
+        unsent_calls = [pending_call.call for pending_call in worker._unsent_calls]
+        assert {type(call) for call in unsent_calls} == {CloseBucket, DeleteLeases}
+        assert len(unsent_calls) == 2
         nursery.cancel_scope.cancel()
 
 

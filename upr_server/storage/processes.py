@@ -23,7 +23,7 @@ from upr_protocol.concurrency import Notifier
 from upr_protocol.transport import first_bytes, new_memory, unsent, write_all
 from upr_server.runtime import essential
 from upr_server.storage.api import Store
-from upr_server.storage.calls import ReadChunks, StoreCall
+from upr_server.storage.calls import BucketCall, ReadChunks, StoreCall
 from upr_server.storage.directory import lock, prepare
 from upr_server.storage.errors import DataDirectoryError, StoreFailedError
 from upr_server.storage.messages import (
@@ -111,9 +111,9 @@ class _Worker:
         self._unpacker = Unpacker()
         self._received_bytes = bytearray()
         """Received, and not parsed yet."""
-        self._unsent_calls: deque[_PendingCall] = deque()
-        # Reads of chunks wait apart, and take turns with the others. One in whose answer nobody is
-        # interested any more is taken out, wherever it stands.
+        # In their order. A read whose caller is gone is taken out, wherever it stands.
+        self._unsent_calls: OrderedDict[_PendingCall, None] = OrderedDict()
+        # Reads of chunks wait apart, and take turns with the others.
         self._unsent_reads: OrderedDict[_PendingCall, None] = OrderedDict()
         self._is_reads_turn = False
         self._reads_sent = 0
@@ -123,7 +123,7 @@ class _Worker:
 
     async def call(self, call: StoreCall[Any]) -> Any:
         """Has a call carried out. Once sent, it is carried out even if the caller is cancelled; and
-        so is one that is not sent yet, unless it reads chunks.
+        so is one that is not sent yet, unless it only reads of a bucket.
 
         Raises:
             StorageError: It could not be done.
@@ -138,15 +138,14 @@ class _Worker:
         ):
             slot = self.slots.acquire()
         pending_call = _PendingCall(call, slot)
-        if isinstance(call, ReadChunks):
-            self._unsent_reads[pending_call] = None
-        else:
-            self._unsent_calls.append(pending_call)
+        unsent_calls = self._unsent_reads if isinstance(call, ReadChunks) else self._unsent_calls
+        unsent_calls[pending_call] = None
         self._has_calls.notify()
         try:
             await pending_call.event.wait()
         finally:
-            self._unsent_reads.pop(pending_call, None)
+            if call.is_read and isinstance(call, BucketCall):
+                unsent_calls.pop(pending_call, None)
         if pending_call.failure is not None:
             raise pending_call.failure.error()
         return pending_call.answer
@@ -168,7 +167,7 @@ class _Worker:
             self._reads_sent += 1
             return self._unsent_reads.popitem(last=False)[0]
         self._is_reads_turn = True
-        return self._unsent_calls.popleft()
+        return self._unsent_calls.popitem(last=False)[0]
 
     async def _send_next(self) -> None:
         # A local name in `send` would keep the call's bytes, and its answer with the slot, until
