@@ -7,10 +7,12 @@ import os
 import signal
 import subprocess
 import sys
+from argparse import ArgumentParser
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
+from typing import Any
 
 import pytest
 from deltalake import DeltaTable
@@ -90,6 +92,28 @@ def test_ctrl_c_ends_it(new_bucket: NewBucket, tmp_path: Path) -> None:
         assert process.wait(PATIENCE_S) == command.INTERRUPTED, "".join(lines) + error_text
         assert "Traceback" not in error_text, error_text
     assert contents_of_rows(DeltaTable(table).to_pyarrow_table().to_pylist()) == contents(url)
+
+
+def test_ctrl_c_over_spark_connect_stops_the_query(monkeypatch: pytest.MonkeyPatch) -> None:
+    """If the process just ended, the query would run on at Spark's server."""
+    stopped: list[str] = []
+    query: Any = SimpleNamespace(
+        id="a query",
+        awaitTermination=lambda: signal.raise_signal(signal.SIGINT),
+        stop=lambda: stopped.append("query"),
+    )
+    session = SimpleNamespace(stop=lambda: stopped.append("session"))
+    monkeypatch.setattr(command, "SparkSession", SimpleNamespace(getActiveSession=lambda: None))
+    monkeypatch.setattr(command, "spark_session", lambda _: session)
+    monkeypatch.setattr(command, "is_remote", lambda: True)
+    monkeypatch.setattr(command, "_exit_on_interrupt", lambda *_: pytest.fail("it just ended"))
+    handler = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        code = command.run(ArgumentParser(), lambda *_: command.run_query(query), [])
+    finally:
+        signal.signal(signal.SIGINT, handler)
+    assert code == command.INTERRUPTED
+    assert stopped == ["query", "session"]
 
 
 @pytest.mark.parametrize("script", [latest_state, snapshot, backup, restore, bulk_load])

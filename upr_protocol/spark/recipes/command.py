@@ -204,7 +204,8 @@ def run(
     spark = None
     try:
         spark = spark_session(f"upr {arguments.prog.removesuffix('.py')}")
-        if is_ours:
+        # Over Spark Connect a query runs on until somebody stops it, as `work` does at its end.
+        if is_ours and not is_remote():
             signal.signal(signal.SIGINT, _exit_on_interrupt)
         with plain_errors():
             return work(spark, options)
