@@ -452,6 +452,8 @@ def test_a_read_begins_and_ends_at_times(spark: SparkSession, new_bucket: NewBuc
         ({"partitions": "0", "key": "a"}, "the option key excludes partitions"),
         ({"url": "http://localhost/x"}, "it does not begin with upr://"),
         ({"url": "upr://localhost"}, "the bucket is missing"),
+        ({"path": "upr://localhost/b"}, "the path of load, save or start has no meaning"),
+        ({"paths": '["/a", "/b"]'}, "the path of load, save or start has no meaning"),
     ],
 )
 def test_options_that_are_wrong(options: dict[str, object], sentence: str) -> None:

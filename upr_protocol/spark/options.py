@@ -16,8 +16,8 @@ from upr_protocol.spark.errors import OptionError
 
 T = TypeVar("T")
 
-_SPARK_OWN = frozenset({"path", "paths"})
-"""Options that Spark adds by itself."""
+_PATHS: Final = frozenset({"path", "paths"})
+"""Options that Spark makes of the path of `load`, `save` or `start`."""
 
 TIMEOUT_S_DEFAULT: Final = 600
 """A server that is not there for so long wants a person."""
@@ -133,7 +133,13 @@ class SourceOptions:
             OptionError: There is an option that is unknown here.
         """
         for name in self._values:
-            if name not in self._known_names and name not in _SPARK_OWN:
+            if name in _PATHS:
+                # It is not shown: it may have a password.
+                raise OptionError(
+                    "the path of load, save or start has no meaning for this data source: leave it "
+                    "out. The option url names the bucket"
+                )
+            if name not in self._known_names:
                 near = difflib.get_close_matches(name, self._known_names, 1)
                 hint = f"; perhaps {self._known_names[near[0]]} was meant" if near else ""
                 option_names = ", ".join(sorted(self._known_names.values(), key=str.lower))
