@@ -26,6 +26,7 @@ from upr_protocol.client.rollback.received_keys import (
 from upr_protocol.client.rollback.received_keys_file import ReceivedKeysFile
 from upr_protocol.failover import FailoverLog
 from upr_protocol.ids import HistoryId, PartitionId, SeqNo
+from upr_protocol.steps import result_of
 
 P = PartitionId(0)
 LOG = FailoverLog.of_pairs([(2, 10), (1, 0)])
@@ -67,7 +68,7 @@ def test_every_key_above_the_floor_is_known_by_its_last_version(
             received_keys.replace(P, versions)
             model.update(versions)
         elif operation == "drop":
-            received_keys.drop(P)
+            result_of(received_keys.drop(P))
             model.clear()
             assert received_keys.floor(P) == 0
         elif operation == "trim in order":
@@ -91,7 +92,7 @@ def test_every_key_above_the_floor_is_known_by_its_last_version(
         assert floor <= 20
         expected = {key: version for key, version in model.items() if version.seq > floor}
         assert {key: v for key, v in known.items() if v.seq > floor} == expected
-        foreign = received_keys.foreign_keys(P, LOG, SeqNo(8))
+        foreign = result_of(received_keys.foreign_keys(P, LOG, SeqNo(8)))
         outside = {key for key, v in known.items() if not LOG.contains(v.history_id, v.seq)}
         assert set(foreign.keys) == outside
         inside = [version.seq for key, version in known.items() if key not in outside]
@@ -127,6 +128,26 @@ def test_keys_are_dropped_in_steps_that_may_be_the_last(monkeypatch: pytest.Monk
         assert received_keys.floor(P) == 10 * dropped
         received_keys.check_invariants()
     assert len(received_keys) == 70
+
+
+def test_a_partition_of_many_keys_is_compared_and_dropped_in_steps(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Where 200,000 keys were of one partition, that held the event loop for 25 ms at each new
+    connection, and for 90 ms where the partition began again."""
+    monkeypatch.setattr(received_keys_module, "COMPARE_STEP", 10)
+    monkeypatch.setattr(received_keys_module, "TRIM_STEP", 10)
+    received_keys = ReceivedKeys(ReceivedKeysLimits())
+    received_keys.receive(P, [(b"%d" % seq, SeqNo(seq), HistoryId(2)) for seq in range(1, 36)])
+    received_keys.raise_floor(P, SeqNo(3))
+    assert len(list(received_keys.foreign_keys(P, LOG, SeqNo(8)))) == 3
+    foreign = result_of(received_keys.foreign_keys(P, LOG, SeqNo(8)))
+    assert (len(foreign.keys), foreign.highest_seq) == (0, 35)
+    for _ in received_keys.drop(P):
+        # What is left must still not look as if it were all.
+        assert received_keys.floor(P) == 3
+        received_keys.check_invariants()
+    assert (len(received_keys), received_keys.floor(P)) == (0, 0)
 
 
 def test_a_sequence_number_belongs_to_the_branch_that_assigned_it() -> None:

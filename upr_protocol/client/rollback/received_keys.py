@@ -20,7 +20,10 @@ RECEIVED_KEY_BYTES: Final = 64
 """The assumed cost of an entry beside its key."""
 
 TRIM_STEP: Final = 1000
-"""How many keys a step of `ReceivedKeys.trim` looks at: some 1 ms."""
+"""How many keys a step of `ReceivedKeys.trim` looks at, or of `drop`: some 1 ms."""
+
+COMPARE_STEP: Final = 10_000
+"""How many keys a step of `ReceivedKeys.foreign_keys` compares: some 1 ms."""
 
 
 @attrs.frozen
@@ -112,11 +115,16 @@ class ReceivedKeys:
         for partition, key in self._order:
             yield partition, key, self._versions[partition][key]
 
-    def foreign_keys(self, partition: PartitionId, log: FailoverLog, seq: SeqNo) -> ForeignKeys:
-        """See `ReceivedKeysSource.foreign_keys`. O(the partition's keys)."""
+    def foreign_keys(
+        self, partition: PartitionId, log: FailoverLog, seq: SeqNo
+    ) -> Generator[None, None, ForeignKeys]:
+        """See `ReceivedKeysSource.foreign_keys`. O(the partition's keys), in steps of
+        `COMPARE_STEP`, between which the keys must not change."""
         keys: list[bytes] = []
         highest_seq = seq
-        for key, version in self._versions.get(partition, {}).items():
+        for place, (key, version) in enumerate(self._versions.get(partition, {}).items(), 1):
+            if not place % COMPARE_STEP:
+                yield
             if not log.contains(version.history_id, version.seq):
                 keys.append(key)
             elif version.seq > highest_seq:
@@ -155,11 +163,14 @@ class ReceivedKeys:
         for key, version in reread_versions.items():
             self._set(partition, key, version)
 
-    def drop(self, partition: PartitionId) -> None:
-        """Drops the keys and the floor of a partition that the application has dropped."""
-        self._floors.pop(partition, None)
-        for key in list(self._versions.get(partition, {})):
+    def drop(self, partition: PartitionId) -> Generator[None, None, None]:
+        """Drops the keys of a partition that the application has dropped, in steps of `TRIM_STEP`,
+        and then its floor."""
+        for place, key in enumerate(list(self._versions.get(partition, {})), 1):
+            if not place % TRIM_STEP:
+                yield
             self._delete(partition, key)
+        self._floors.pop(partition, None)
 
     def trim(
         self, droppable_seq: Callable[[PartitionId], SeqNo], *, in_order: bool = False

@@ -26,6 +26,7 @@ from upr_protocol.client.rollback.received_keys_rewrite import (
 from upr_protocol.concurrency import run_steps
 from upr_protocol.failover import FailoverLog
 from upr_protocol.ids import HistoryId, PartitionId, SeqNo
+from upr_protocol.steps import result_of
 
 _MAGIC: Final = "ring"
 _VERSION: Final = 1
@@ -131,7 +132,7 @@ class ReceivedKeysFile:
             }
             keys.replace(partition, versions)
         elif kind == "dropped":
-            keys.drop(partition)
+            result_of(keys.drop(partition))
         elif kind == "floor":
             keys.raise_floor(partition, SeqNo(fields[0]))
         else:
@@ -189,7 +190,9 @@ class ReceivedKeysFile:
     ) -> None:
         """Records that the application has carried out a `RollbackPlan` with these `versions`."""
         if versions is None:
-            await self._append("dropped", partition)
+            await trio.to_thread.run_sync(self._write, ("dropped", partition))
+            # Cancelled half-way, it is confirmed again.
+            await run_steps(self.keys.drop(partition))
         elif versions:
             await self._append("replaced", partition, _encodable(versions))
 
@@ -248,7 +251,7 @@ class ReceivedKeysFile:
     ) -> ForeignKeys:
         """The received keys, compared with a stream. O(the partition's keys)."""
         await trio.lowlevel.checkpoint()
-        return self.keys.foreign_keys(partition, log, seq)
+        return await run_steps(self.keys.foreign_keys(partition, log, seq))
 
 
 def _rows(rows: Iterable[tuple[bytes, int, int]]) -> list[tuple[bytes, SeqNo, HistoryId]]:
