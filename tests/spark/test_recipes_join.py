@@ -13,6 +13,7 @@ from pyspark.sql import SparkSession
 from tests.kit.effort import effort
 from tests.spark.bucket import FAR, change, contents, made_anew
 from upr_protocol.chunk import Mutation
+from upr_protocol.client import BlockingClient
 from upr_protocol.ids import Operation
 from upr_protocol.spark.commands import join as script
 from upr_protocol.spark.recipes import command, join
@@ -42,6 +43,13 @@ def store(url: str, documents: Documents) -> None:
 
 def delete(url: str, *keys: str) -> None:
     change(url, [Mutation(Operation.DELETE, key.encode()) for key in keys])
+
+
+def leases(url: str) -> int:
+    """How many leases the bucket has."""
+    with BlockingClient(url) as client:
+        held: int = client.stats(client.address.bucket)["leases"]["held"]
+        return held
 
 
 def joined(flights: Documents, planes: Documents, how: str) -> Documents:
@@ -94,6 +102,8 @@ def test_the_target_follows_both_buckets(
         documents = {key.decode(): json.loads(item.value) for key, item in target_items.items()}
         assert documents == joined(flights, planes, how)
         assert {item[1:] for item in target_items.values()} == {(7, FAR)}
+        # That of the stream's last batch, and none of the items that were read.
+        assert leases(left) <= 1
 
     flights |= {f"f{n}": {"plane": f"p{n % 4}", "dest": f"d{n}"} for n in range(12)}
     # What no item can have as its key is the key of no partner.

@@ -3,7 +3,7 @@ names."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from typing import Final
 
 import pyarrow as pa
@@ -15,6 +15,7 @@ from pyspark.sql.streaming.query import StreamingQuery
 from pyspark.sql.types import BooleanType, DataType, LongType, StructField, StructType
 
 from upr_protocol.client import Item
+from upr_protocol.client.options import new_lease_id
 from upr_protocol.limits import KEY_BYTES_MAX
 from upr_protocol.spark.driver_client import BucketDriverClient
 from upr_protocol.spark.errors import OptionError
@@ -49,6 +50,8 @@ BOTH_VALUES: Final = "named_struct('left', left_value, 'right', right_value)"
 """What the target has unless an expression says otherwise."""
 
 _OF_SOME_KEYS: Final = frozenset({"key", "keyprefix", "partitions"})
+
+_LEASE_ID: Final = "leaseId"
 
 
 def join(
@@ -109,6 +112,7 @@ def join(
     check_write_options(write_options)
     _check_stream_options(options or {})
     spark.dataSource.register(UprDataSource)
+    spark.dataSource.register(LeasedDataSource)
     stream_options = dict(options or {})
     with plain_errors():
         left = _Side(spark, left_url, left_schema, stream_options)
@@ -128,6 +132,7 @@ def join(
                 pass
         finally:
             changed.unpersist()
+            left.release_items()
 
     def write_once(changed: DataFrame) -> bool:
         """Looks the items up and writes them; False when they have to be looked up again."""
@@ -201,6 +206,22 @@ def _as_operations(rows: DataFrame, value: str, how: str) -> DataFrame:
     )
 
 
+class LeasedDataSource(UprDataSource):
+    """The data source, for a read under a lease whose ID the option `leaseId` says. So whoever
+    reads can release it. A read does not know when it is over, and there is one for each batch.
+    """
+
+    def __init__(self, options: MutableMapping[str, str]) -> None:
+        others = {name: text for name, text in options.items() if name.lower() != _LEASE_ID.lower()}
+        super().__init__(others)
+        self._lease_id = int(options[_LEASE_ID.lower()], 16)
+
+    @classmethod
+    def name(cls) -> str:
+        """Its name, for this recipe only."""
+        return "upr_leased"
+
+
 class _Side:
     """One of the two buckets: its stream, and its items.
 
@@ -221,6 +242,8 @@ class _Side:
         self._schema = schema
         self._options = {**options, "url": url}
         self._connection = connection_options(self._options)
+        self._lease_ids: list[int] = []
+        """Leases of the reads of all items that are not released."""
         self._read_options = ReadOptions.parse(self._options, streaming=True)
         names = StructType.fromDDL(schema)
         assert isinstance(names, StructType)
@@ -254,10 +277,22 @@ class _Side:
         return reader.schema(f"key {self.key_type.simpleString()}").load()
 
     def all_items(self) -> DataFrame:
-        """All items that the bucket holds."""
-        reader = self._spark.read.format("upr").options(**self._connection)
-        reader = reader.option("deduplicate", "true")
+        """All items that the bucket holds. They are on the server until `release_items`."""
+        lease_id = new_lease_id()
+        self._lease_ids.append(lease_id)
+        reader = self._spark.read.format(LeasedDataSource.name()).options(**self._connection)
+        reader = reader.option("deduplicate", "true").option(_LEASE_ID, f"{lease_id:016x}")
         return latest(reader.schema(f"{self._schema}, seq LONG, deleted BOOLEAN").load())
+
+    def release_items(self) -> None:
+        """What `all_items` gave is not read any more. Else each batch would leave a lease, which
+        holds up compaction, and the server has room for a limited number."""
+        driver = BucketDriverClient(self._read_options)
+        try:
+            while self._lease_ids:
+                driver.release_lease(self._lease_ids.pop())
+        finally:
+            driver.close()
 
     def items(self, keys: DataFrame) -> DataFrame:
         """The items at keys, as they are now; `is_there` says which there are."""
