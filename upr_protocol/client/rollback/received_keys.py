@@ -84,14 +84,17 @@ class ReceivedKeys:
         self._order: dict[tuple[PartitionId, bytes], None] = {}
         """The keys in the order of their last receipt, oldest first."""
         self._nbytes = 0
+        self._trim_above = limits
+        """With more keys than this they are trimmed."""
 
     def __len__(self) -> int:
         return len(self._order)
 
     @property
     def is_overfull(self) -> bool:
-        """Whether there are more keys than the limits allow."""
-        return len(self) > self._limits.entries or self._nbytes > self._limits.nbytes
+        """Whether there are more keys than the limits allow; or, if `trim` could not drop enough of
+        them, an eighth of that more than it left."""
+        return len(self) > self._trim_above.entries or self._nbytes > self._trim_above.nbytes
 
     def floor(self, partition: PartitionId) -> SeqNo:
         """The sequence number above which every received key is known."""
@@ -188,11 +191,9 @@ class ReceivedKeys:
         Returns:
             Whether it has left so few.
         """
-        entries_max = self._limits.entries * 7 // 8
-        nbytes_max = self._limits.nbytes * 7 // 8
         for place, (partition, key) in enumerate(list(self._order), 1):
-            if len(self) <= entries_max and self._nbytes <= nbytes_max:
-                return True
+            if self._is_trimmed():
+                break
             version = self._versions[partition].get(key)
             if version is not None and version.seq <= droppable_seq(partition):
                 self.raise_floor(partition, version.seq)
@@ -201,7 +202,17 @@ class ReceivedKeys:
                 return False
             if not place % TRIM_STEP:
                 yield
-        return len(self) <= entries_max and self._nbytes <= nbytes_max
+        # Where a node is down, many keys may have to be kept, and each event would look at them.
+        limits = self._limits
+        self._trim_above = ReceivedKeysLimits(
+            max(limits.entries, len(self) + limits.entries // 8),
+            max(limits.nbytes, self._nbytes + limits.nbytes // 8),
+        )
+        return self._is_trimmed()
+
+    def _is_trimmed(self) -> bool:
+        limits = self._limits
+        return len(self) <= limits.entries * 7 // 8 and self._nbytes <= limits.nbytes * 7 // 8
 
     def _set(self, partition: PartitionId, key: bytes, version: ReceivedVersion) -> None:
         versions = self._versions.setdefault(partition, {})
