@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from pathlib import Path
 
@@ -108,3 +109,32 @@ def test_a_replaced_file_is_written_on_once_its_name_survives_a_crash(
     log.append(b"more")
     log.close()
     assert records_of(path) == [b"new", b"more"]
+
+
+@pytest.mark.parametrize("is_replaced", [False, True])
+def test_a_file_that_is_not_open_writes_to_no_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_replaced: bool
+) -> None:
+    """The next file that was opened had the number of the one that was closed, and the record was
+    written to it."""
+    path, open_file = tmp_path / "records", os.open
+
+    def fail_to_append(name: Path, flags: int, mode: int = 0o777, **options: int) -> int:
+        if flags & os.O_APPEND:
+            raise OSError(errno.ENFILE, "too many open files")
+        return open_file(name, flags, mode, **options)
+
+    log, _ = ChecksummedFile.open(path)
+    if is_replaced:
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "open", fail_to_append)
+            with pytest.raises(OSError, match="too many"):
+                log.replace([b"one"])
+    else:
+        log.close()
+    with (tmp_path / "other").open("wb") as other:
+        with pytest.raises(OSError, match="Bad file descriptor"):
+            log.append(b"two")
+        log.close()
+        assert os.fstat(other.fileno()).st_size == 0
+    assert records_of(path) == [b"one"] * is_replaced

@@ -94,13 +94,16 @@ class ChecksummedFile:
         self._is_folder_synced = True
 
     def _reopen(self, nbytes: int) -> None:
-        os.close(self._file)
+        self.close()
         self._file = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)
         self.nbytes = nbytes
 
     def close(self) -> None:
-        """Closes the file."""
-        os.close(self._file)
+        """Closes the file. May be called again. To append is an error from then on, and also where
+        `replace` could not open the file: another one may have its number by then."""
+        file, self._file = self._file, -1
+        if file >= 0:
+            os.close(file)
 
 
 def _encode(record: bytes) -> bytes:
