@@ -56,6 +56,11 @@ def failing(code: str, action: Callable[[], object]) -> str:
     return str(caught.value)
 
 
+def assert_no_lease_is_held(client: BlockingClient) -> None:
+    """It would hold up compaction, and take the place of others."""
+    assert client.stats(client.address.bucket)["leases"]["held"] == 0
+
+
 # Snapshots.
 
 
@@ -82,6 +87,7 @@ def test_a_snapshot_holds_what_the_bucket_held(
             part = manifest.partitions[str(info.partition)]
             assert part.position.log == info.log
             assert part.history_id == f"{info.log.current:016x}"
+        assert_no_lease_is_held(client)
 
 
 def test_an_unfinished_snapshot_is_refused(
@@ -244,6 +250,8 @@ def test_an_increment_has_all_keys_and_their_values(
         with pytest.raises(OptionError, match=f"the option {name} is not for a backup"):
             backup(spark, url, tmp_path, options={name: "key-3"})
     assert backup(spark, url, tmp_path).rows == 3
+    with BlockingClient(url) as client:
+        assert_no_lease_is_held(client)
 
 
 def increment_of(cut: PinnedCut) -> Manifest:

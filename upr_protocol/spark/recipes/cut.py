@@ -23,9 +23,9 @@ from upr_protocol.spark.driver_client import (
 )
 from upr_protocol.spark.errors import PipelineError, as_pipeline_error
 from upr_protocol.spark.read_options import ReadOptions
+from upr_protocol.spark.recipes.leased_source import LeasedDataSource, leased_reader
 from upr_protocol.spark.recipes.lookup_history import has_lost
 from upr_protocol.spark.recipes.target import check_own_options
-from upr_protocol.spark.source import UprDataSource
 
 _OWN_OPTIONS: Final = frozenset(
     {
@@ -92,8 +92,9 @@ def consistent_cut(
     try:
         pinned = pin_cut(driver, starts_of)
         lease_id = pinned.lease_id
-        spark.dataSource.register(UprDataSource)
-        reader = spark.read.format("upr").options(**texts)
+        spark.dataSource.register(LeasedDataSource)
+        # Under the same lease: one of its own would stay when this is over.
+        reader = leased_reader(spark, texts, lease_id)
         reader = reader.option("startingOffsets", _offsets(pinned.starts))
         reader = reader.option("endingOffsets", _offsets(pinned.ends))
         yield ConsistentCut(

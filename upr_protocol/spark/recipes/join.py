@@ -3,7 +3,7 @@ names."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Final
 
 import pyarrow as pa
@@ -24,6 +24,7 @@ from upr_protocol.spark.options import connection_options
 from upr_protocol.spark.read_options import ReadOptions
 from upr_protocol.spark.recipes.failure import plain_errors
 from upr_protocol.spark.recipes.latest import latest
+from upr_protocol.spark.recipes.leased_source import LeasedDataSource, leased_reader
 from upr_protocol.spark.recipes.lookup_history import LookupHistory
 from upr_protocol.spark.recipes.reprocess import TEXT_SCHEMA
 from upr_protocol.spark.recipes.target import (
@@ -50,8 +51,6 @@ BOTH_VALUES: Final = "named_struct('left', left_value, 'right', right_value)"
 """What the target has unless an expression says otherwise."""
 
 _OF_SOME_KEYS: Final = frozenset({"key", "keyprefix", "partitions"})
-
-_LEASE_ID: Final = "leaseId"
 
 
 def join(
@@ -206,22 +205,6 @@ def _as_operations(rows: DataFrame, value: str, how: str) -> DataFrame:
     )
 
 
-class LeasedDataSource(UprDataSource):
-    """The data source, for a read under a lease whose ID the option `leaseId` says. So whoever
-    reads can release it. A read does not know when it is over, and there is one for each batch.
-    """
-
-    def __init__(self, options: MutableMapping[str, str]) -> None:
-        others = {name: text for name, text in options.items() if name.lower() != _LEASE_ID.lower()}
-        super().__init__(others)
-        self._lease_id = int(options[_LEASE_ID.lower()], 16)
-
-    @classmethod
-    def name(cls) -> str:
-        """Its name, for this recipe only."""
-        return "upr_leased"
-
-
 class _Side:
     """One of the two buckets: its stream, and its items.
 
@@ -280,8 +263,8 @@ class _Side:
         """All items that the bucket holds. They are on the server until `release_items`."""
         lease_id = new_lease_id()
         self._lease_ids.append(lease_id)
-        reader = self._spark.read.format(LeasedDataSource.name()).options(**self._connection)
-        reader = reader.option("deduplicate", "true").option(_LEASE_ID, f"{lease_id:016x}")
+        reader = leased_reader(self._spark, self._connection, lease_id)
+        reader = reader.option("deduplicate", "true")
         return latest(reader.schema(f"{self._schema}, seq LONG, deleted BOOLEAN").load())
 
     def release_items(self) -> None:
