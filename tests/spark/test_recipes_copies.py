@@ -90,6 +90,16 @@ def test_a_snapshot_holds_what_the_bucket_held(
         assert_no_lease_is_held(client)
 
 
+def test_a_snapshot_with_structs_has_the_values_that_are_none(
+    spark: SparkSession, new_bucket: NewBucket, tmp_path: Path
+) -> None:
+    url = new_bucket(1)
+    change(url, [Mutation(Operation.SET, b"a", b'{"n":1}'), Mutation(Operation.SET, b"b", b"text")])
+    snapshot(spark, url, tmp_path, options={"valueSchema": "n INT"})
+    rows = read_snapshot(spark, tmp_path).selectExpr("string(key)", "value.n", "string(unparsed)")
+    assert {tuple(row) for row in rows.collect()} == {("a", 1, None), ("b", None, "text")}
+
+
 def test_an_unfinished_snapshot_is_refused(
     spark: SparkSession, new_bucket: NewBucket, tmp_path: Path
 ) -> None:

@@ -33,6 +33,7 @@ from upr_protocol.spark.recipes.manifest import (
     PartitionPart,
     files_below,
 )
+from upr_protocol.spark.schema import UNPARSED
 
 
 def snapshot(
@@ -73,7 +74,10 @@ def snapshot(
         remove_paths(sorted(paths_in_folder(folder), key=lambda path: path.name != MANIFEST))
         on_progress(f"{cut.bucket} is read up to {sum(cut.ends.values())} numbers")
         # A read has no markers: without `op` nobody looks for them, which would read it twice.
-        rows = latest(cut.changes.drop("op")).select(*LATEST_STATE_SCHEMA.names)
+        rows = latest(cut.changes.drop("op"))
+        # With `valueSchema` there are values that do not fit.
+        unparsed = [name for name in rows.columns if name == UNPARSED]
+        rows = rows.select(*LATEST_STATE_SCHEMA.names, *unparsed)
         rows.write.parquet(str(folder / DATA_FOLDER))
         manifest = describe_cut(spark, cut, folder, "snapshot")
         manifest.write(folder)
@@ -82,7 +86,8 @@ def snapshot(
 
 
 def read_snapshot(spark: SparkSession, path: str | os.PathLike[str]) -> DataFrame:
-    """The rows of a snapshot: key, value, partition, history_id, seq, cas, flags, expiry.
+    """The rows of a snapshot: key, value, partition, history_id, seq, cas, flags, expiry; and
+    unparsed, if it was made with the option `valueSchema`.
 
     Raises:
         PipelineError: The folder is not a snapshot, was never finished, or lacks files.
