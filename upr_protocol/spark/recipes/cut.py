@@ -22,8 +22,8 @@ from upr_protocol.spark.driver_client import (
     holds_ranges,
 )
 from upr_protocol.spark.errors import PipelineError, as_pipeline_error
+from upr_protocol.spark.leased_source import LeasedDataSource, leased_reader
 from upr_protocol.spark.read_options import ReadOptions
-from upr_protocol.spark.recipes.leased_source import LeasedDataSource, leased_reader
 from upr_protocol.spark.recipes.lookup_history import has_lost
 from upr_protocol.spark.recipes.target import check_own_options
 

@@ -20,11 +20,11 @@ from upr_protocol.limits import KEY_BYTES_MAX
 from upr_protocol.spark.driver_client import BucketDriverClient
 from upr_protocol.spark.errors import OptionError
 from upr_protocol.spark.json_values import ValueParser
+from upr_protocol.spark.leased_source import LeasedDataSource, leased_reader
 from upr_protocol.spark.options import connection_options
 from upr_protocol.spark.read_options import ReadOptions
 from upr_protocol.spark.recipes.failure import plain_errors
 from upr_protocol.spark.recipes.latest import latest
-from upr_protocol.spark.recipes.leased_source import LeasedDataSource, leased_reader
 from upr_protocol.spark.recipes.lookup_history import LookupHistory
 from upr_protocol.spark.recipes.reprocess import TEXT_SCHEMA
 from upr_protocol.spark.recipes.target import (

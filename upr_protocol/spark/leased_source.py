@@ -1,14 +1,18 @@
-"""Reading under a lease that the reader can release."""
+"""Reading under a lease that the reader can release.
+
+Spark imports this module for each plan of a read, in a process of its own: it stays small.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, MutableMapping
-from typing import Final
-
-from pyspark.sql import SparkSession
-from pyspark.sql.readwriter import DataFrameReader
+from typing import TYPE_CHECKING, Final
 
 from upr_protocol.spark.source import UprDataSource
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
+    from pyspark.sql.readwriter import DataFrameReader
 
 _LEASE_ID: Final = "leaseid"
 
