@@ -32,7 +32,7 @@ from upr_protocol.client import (
 from upr_protocol.client.operator import fail_over
 from upr_protocol.client.rollback.received_keys_file import ReceivedKeysFile
 from upr_protocol.hashing import partition_of
-from upr_protocol.ids import Durability, PartitionId, SeqNo
+from upr_protocol.ids import SEQ_MAX, Durability, PartitionId, SeqNo
 from upr_server.indexer.document_rows import RoundChanges
 from upr_server.indexer.freshness import WriteLostError
 from upr_server.indexer.index_file import EntrySource, IndexFile
@@ -269,3 +269,23 @@ async def test_a_key_is_forgotten_only_once_its_change_is_applied(
         file = indexer.slices[0].catalog.file
         await eventually(lambda: file.mark(PartitionId(0)).seq == 101, "all is applied")
         await eventually(lambda: bool(floors), "keys are forgotten")
+
+
+async def test_a_partition_that_has_to_begin_again_at_a_start_is_whole(tmp_path: Path) -> None:
+    """As where the indexer was killed while the partition began again. The indexes were cleared,
+    and the stream went on from where they had been."""
+    async with a_server(partitions=1) as server, connect(server.url(BUCKET)) as client:
+        async with an_indexer(server.url(BUCKET), tmp_path) as indexer:
+            await define(client, "x", {"i": BY_A})
+            await until_ready(indexer, "x/i")
+            for index in range(10):
+                await client.set(f"k{index}", f'{{"a": {index}}}')
+            assert len(await scan(indexer, "x/i")) == 10
+        keys_file = ReceivedKeysFile(tmp_path / "slice-0-of-1" / "ring", BUCKET)
+        await keys_file.raise_floor(PartitionId(0), SEQ_MAX)
+        keys_file.close()
+        async with an_indexer(server.url(BUCKET), tmp_path) as indexer:
+            await client.set("k10", '{"a": 10}')
+            await until_ready(indexer, "x/i")
+            assert len(await scan(indexer, "x/i")) == 11
+            assert indexer.slices[0].stream.rollbacks == 1

@@ -162,17 +162,30 @@ class RollbackConsumer(RollbackIterator):
             await self._consumer.save()
 
 
-class _StoreAfterKeys:
-    """A resume store that records the received keys before the state that covers them. Otherwise a
-    consumer that crashes would not know, at its next start, which keys it has to undo."""
+class _StoreBesideKeys:
+    """A resume store beside received keys.
 
-    def __init__(self, store: ResumeStore, received_keys: ReceivedKeysFile) -> None:
+    It records the keys before the state that covers them. Otherwise a consumer that crashes would
+    not know, at its next start, which keys it has to undo.
+
+    Args:
+        store: The store.
+        received_keys: The keys.
+        first_state: What to begin with: partitions that must start again are not in it. The store
+            may still have them, if it keeps what the application has.
+    """
+
+    def __init__(
+        self, store: ResumeStore, received_keys: ReceivedKeysFile, first_state: ResumeState
+    ) -> None:
         self._store = store
         self._received_keys = received_keys
+        self._first_state = first_state
 
-    async def load(self) -> ResumeState | None:
-        """What the store has."""
-        return await self._store.load()
+    async def load(self) -> ResumeState:
+        """What to begin with."""
+        await trio.lowlevel.checkpoint()
+        return self._first_state
 
     async def save(self, state: ResumeState) -> None:
         """Flushes the received keys, and saves the state.
@@ -246,15 +259,15 @@ async def consume_with_rollback(
         )
     )
     try:
-        if store is not None and buffer_received_keys:
-            store = _StoreAfterKeys(store, keys_file)
         restarts = _partitions_to_restart(keys_file, state)
         for partition in restarts:
             state.positions.pop(partition, None)
-        if store is not None and restarts:
-            # If this process ends before the application has seen `Undone`, the next one finds the
-            # same from the received keys.
-            await store.save(state)
+        if store is not None:
+            store = _StoreBesideKeys(store, keys_file, state)
+            if restarts:
+                # If this process ends before the application has seen `Undone`, the next one finds
+                # the same from the received keys.
+                await store.save(state)
         async with consume_with_planner(
             address,
             keys_file,
