@@ -98,6 +98,19 @@ def test_the_command_reads_csv_as_it_is_or_says_why_not(
     assert f"{tmp_path}/{len(texts) - 1}.csv" in str(caught.value)
 
 
+def test_values_have_no_field_for_a_line_that_is_no_json(
+    spark: SparkSession, tmp_path: Path
+) -> None:
+    """The line itself has no key, and is among the dead letters."""
+    path = tmp_path / "planes.json"
+    path.write_text('{"key": "a", "seats": 1}\nno JSON\n')
+    words = ["upr://h/b", str(path), "--format", "json", "--value"]
+    with pytest.raises(PipelineError, match=r"planes.json: some lines are no JSON objects"):
+        frame_of(spark, argument_parser().parse_args([*words, "*"]))
+    frame = frame_of(spark, argument_parser().parse_args([*words, "seats"]))
+    assert [row["key"] for row in frame.collect()] == ["a", None]
+
+
 def test_without_a_folder_for_them_a_bad_row_fails_the_load(
     spark: SparkSession, new_bucket: NewBucket
 ) -> None:

@@ -103,12 +103,25 @@ def plain_csv_errors() -> Iterator[None]:
 
 
 def frame_of(spark: SparkSession, options: argparse.Namespace) -> DataFrame:
-    """The rows of the files."""
+    """The rows of the files.
+
+    Raises:
+        PipelineError: JSON has lines that are no objects, and values are whole rows.
+    """
     if options.format == "parquet":
         return spark.read.parquet(*options.paths)
     if options.format == "csv":
         return spark.read.options(**_CSV).csv(options.paths, header=options.header)
-    return spark.read.json(options.paths)
+    frame = spark.read.json(options.paths)
+    # Spark adds this column if a line is no object. With `*` it would be a field of all values.
+    corrupt_column = spark.conf.get("spark.sql.columnNameOfCorruptRecord")
+    if options.value.strip() == "*" and corrupt_column in frame.columns:
+        raise PipelineError(
+            "UPR_ROWS_REFUSED",
+            f"{', '.join(options.paths)}: some lines are no JSON objects, and each value would "
+            f"have the field {corrupt_column}: correct or remove them. Nothing was written",
+        )
+    return frame
 
 
 if __name__ == "__main__":
