@@ -81,9 +81,9 @@ def call_when_durable(
             call(True)
         return
     if target.persists:
-        both = _OnBoth(call)
-        flusher.call_when_persisted(partition, seq, both.note_persisted)
-        on_replicated = both.note_replicated
+        wait = _DiskAndReplicasWait(call)
+        flusher.call_when_persisted(partition, seq, wait.note_persisted)
+        on_replicated = wait.note_replicated
     else:
         on_replicated = partial(call, True)
     partition.replicas.call_when_reached(
@@ -96,7 +96,7 @@ def call_when_durable(
 
 
 @attrs.define
-class _OnBoth:
+class _DiskAndReplicasWait:
     """Waits for the disk and the replicas."""
 
     call: OnDurable

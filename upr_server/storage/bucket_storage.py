@@ -114,8 +114,8 @@ class _PartitionUsage(msgspec.Struct):
             compaction begins at the oldest chunk, and knows a superseded mutation by the index.
         is_stuck: Whether its index is damaged, and follows its log no further.
         is_refused: Whether one of its records is damaged: then nothing of it is read or written.
-        has_remains: Whether only some of its index entries were deleted. The others go before it is
-            indexed anew.
+        has_old_entries: Whether only some of its index entries were deleted. The others go before
+            it is indexed anew.
         leased_bytes: What of its garbage compaction has left for leased ranges. It does not count
             while these are held: else the partition would be compacted over and over.
     """
@@ -127,7 +127,7 @@ class _PartitionUsage(msgspec.Struct):
     damage: str = ""
     is_stuck: bool = False
     is_refused: bool = False
-    has_remains: bool = False
+    has_old_entries: bool = False
     leased_bytes: dict[tuple[int, int], int] = {}
 
     @property
@@ -361,7 +361,7 @@ class BucketStorage:
         has_more = self._delete_some_entries(partition)
         usage = self._partitions[partition]
         usage.watermark, usage.leased_bytes = Watermark(), {}
-        usage.has_remains = has_more
+        usage.has_old_entries = has_more
         return has_more
 
     def _delete_some_entries(self, partition: int) -> bool:
@@ -491,10 +491,10 @@ class BucketStorage:
         """Indexes the next part of a partition's log, and of others if there is little of it: a
         commit costs the same for many. Returns those, and what is damaged in the partition."""
         usage = self._partitions[partition]
-        if usage.has_remains:
+        if usage.has_old_entries:
             # They would count as items that are overwritten; and the log may have been truncated
             # since, to an end below what they name.
-            usage.has_remains = self._delete_some_entries(partition)
+            usage.has_old_entries = self._delete_some_entries(partition)
             return (), ""
         # What stays unindexed is shared out among the partitions in proportion to their lags. The
         # first comes at least so far, and no other one further.
@@ -521,7 +521,7 @@ class BucketStorage:
         lags = {
             index: usage.lag
             for index, usage in enumerate(self._partitions)
-            if usage.lag and not usage.damage and not usage.has_remains
+            if usage.lag and not usage.damage and not usage.has_old_entries
         }
         partitions, lag_sum = [partition], self._partitions[partition].lag
         for index in sorted(lags, key=lags.__getitem__, reverse=True):

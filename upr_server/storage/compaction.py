@@ -122,14 +122,14 @@ class Compaction:
         high = log.high_seq(partition)
         live_seqs = self._read_live_seqs(high)
         if not live_seqs.is_complete:
-            return self._nothing_done()
+            return self._unchanged_step()
         # Whole chunks: a rewritten one is stored under the same last number.
         read_chunks = log.read_chunks(partition, self.seq, high, bytes_max=bytes_max)
         due_chunks = [chunk for chunk in read_chunks if chunk.end <= self.through]
         chunks = [chunk for chunk in due_chunks if chunk.end <= live_seqs.through]
         if due_chunks and not chunks:
             self._live_seqs = None
-            return self._nothing_done()
+            return self._unchanged_step()
         rewrite = _Rewrite()
         leased_ranges = _merged(leases)
         dropped_seqs: list[int] = []
@@ -182,9 +182,11 @@ class Compaction:
             self._live_seqs.read_step()
         return self._live_seqs
 
-    def _nothing_done(self) -> CompactionStep:
-        purge_seq, grown_bytes = self._replace([], [], [], [])
-        return CompactionStep(self.seq, False, grown_bytes, purge_seq)
+    def _unchanged_step(self) -> CompactionStep:
+        """A step that has changed nothing: only the index was read."""
+        with self._log.ordered_map.read() as transaction:
+            purge_seq = read_seq(transaction, partition_key(PURGE, self.partition))
+        return CompactionStep(self.seq, False, 0, purge_seq)
 
     def _replace(
         self,

@@ -223,10 +223,7 @@ class KeyIndex:
 
     def has_entries(self, partition: int) -> bool:
         """Whether the index has any key of a partition."""
-        first_key, last_key = (
-            index_entry_key(partition, b""),
-            index_entry_key(partition, b"\xff" * 251),
-        )
+        first_key, last_key = _entry_key_bounds(partition)
         with self.ordered_map.read() as transaction:
             return transaction.last(first_key, last_key) is not None
 
@@ -238,10 +235,7 @@ class KeyIndex:
         Returns:
             Whether there may be more.
         """
-        first_key, last_key = (
-            index_entry_key(partition, b""),
-            index_entry_key(partition, b"\xff" * 251),
-        )
+        first_key, last_key = _entry_key_bounds(partition)
         with self.ordered_map.write() as transaction:
             transaction.delete(partition_key(WATERMARK, partition))
             scanned_entries = islice(transaction.scan(first_key, last_key), keys_max)
@@ -418,8 +412,9 @@ class KeyIndex:
         Raises:
             CorruptionError: An entry is damaged.
         """
-        first_key = after + b"\0" if after else index_entry_key(partition, b"")
-        last_key = index_entry_key(partition, b"\xff" * 251)
+        first_key, last_key = _entry_key_bounds(partition)
+        if after:
+            first_key = after + b"\0"
         with self.ordered_map.read() as transaction:
             entries = list(islice(transaction.scan(first_key, last_key), limit))
             return parse_seqs(entries), entries[-1][0] if len(entries) == limit else b""
@@ -463,6 +458,11 @@ class KeyIndex:
                 if scanned_count == limit:
                     return items, key
         return items, b""
+
+
+def _entry_key_bounds(partition: int) -> tuple[bytes, bytes]:
+    """Keys between which the entries of a partition lie."""
+    return index_entry_key(partition, b""), index_entry_key(partition, b"\xff" * 251)
 
 
 def _entry_of(

@@ -462,15 +462,24 @@ async def test_keys_are_kept_with_the_branches_in_which_they_were_written(start:
     assert received == [(row.key, row.seq, log.branch_of(row.seq)) for row in rows]
 
 
+async def resume_state_without_keys(
+    net: FakeNet, server: FakeServer, folder: Path
+) -> tuple[Path, Path]:
+    """A consumer has received a partition, and its file of received keys is lost. Returns the paths
+    of that file and of the resume state."""
+    fill_one_partition(server, 10, b"old")
+    keys, file = folder / "received-keys", folder / "resume"
+    async with consume_with_rollback(URL, keys, resume=file, dial=net.dial) as consumer:
+        await until_completed(consumer)
+    keys.unlink()
+    return keys, file
+
+
 async def test_a_new_file_of_received_keys_knows_nothing_below_the_resume_state(
     net: FakeNet, server: FakeServer, tmp_path: Path, autojump_clock: MockClock
 ) -> None:
     """The keys above the ceiling were received and are not recorded: only 0 is right."""
-    fill_one_partition(server, 10, b"old")
-    keys, file = tmp_path / "received-keys", tmp_path / "resume"
-    async with consume_with_rollback(URL, keys, resume=file, dial=net.dial) as consumer:
-        await until_completed(consumer)
-    keys.unlink()
+    keys, file = await resume_state_without_keys(net, server, tmp_path)
     server.partitions[0].fail_over(77, 5)
     async with consume_with_rollback(URL, keys, resume=file, dial=net.dial) as consumer:
         undone, *_ = await until_completed(consumer)
@@ -488,11 +497,7 @@ async def test_a_crash_while_the_file_of_received_keys_is_begun_claims_no_keys(
     written_before_crash: int,
 ) -> None:
     """With its header, and without where it begins, it looked as if it knew every key."""
-    fill_one_partition(server, 10, b"old")
-    keys, file = tmp_path / "received-keys", tmp_path / "resume"
-    async with consume_with_rollback(URL, keys, resume=file, dial=net.dial) as consumer:
-        await until_completed(consumer)
-    keys.unlink()
+    keys, file = await resume_state_without_keys(net, server, tmp_path)
     left = written_before_crash
 
     def crash(*_args: object, call: Callable[..., object], **options: object) -> object:
@@ -518,11 +523,7 @@ async def test_received_keys_beside_an_older_resume_state_start_the_partition_at
     net: FakeNet, server: FakeServer, tmp_path: Path, autojump_clock: MockClock
 ) -> None:
     """Keys between the old position and the floor were received, and are not recorded."""
-    fill_one_partition(server, 10, b"old")
-    keys, file = tmp_path / "received-keys", tmp_path / "resume"
-    async with consume_with_rollback(URL, keys, resume=file, dial=net.dial) as consumer:
-        await until_completed(consumer)
-    keys.unlink()
+    keys, file = await resume_state_without_keys(net, server, tmp_path)
     async with consume_with_rollback(URL, keys, resume=file, dial=net.dial) as consumer:
         assert await until_completed(consumer) == [CycleCompleted(1)]
     file.unlink()

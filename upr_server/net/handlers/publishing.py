@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from functools import partial
-from typing import Final, cast
+from typing import Final, Protocol, cast
 
 import trio
 
@@ -132,6 +132,15 @@ def mutate(context: RequestContext, request: Mutate) -> Iterator[None] | None:
     return remaining_steps(_BundleRequest(context, request, batches).apply())
 
 
+class OnRunDurable(Protocol):
+    """Called when a run is as durable as was asked, or will not be; see `OnDurable`."""
+
+    def __call__(
+        self, index: int, result: RunResult, is_on_disk: bool, is_replicated: bool = True
+    ) -> None:
+        """Tells which run of the bundle it is, and what became of it."""
+
+
 class _BundleRequest(OrderedReply):
     """One `Mutate` that is being applied.
 
@@ -153,7 +162,7 @@ class _BundleRequest(OrderedReply):
         "_results",
         "_rights_error",
         "_row_cost",
-        "_undurable_runs",
+        "_undurable_results",
         "_unfinished_count",
     )
 
@@ -169,9 +178,8 @@ class _BundleRequest(OrderedReply):
         self._results: list[RunResult | None] = [None] * len(self.partitions)
         self._lines = b""
         """What became of the runs, as the kernel said, if all were applied together."""
-        self._undurable_runs: list[tuple[int, bool]] = []
-        """Those of such runs that will not be as durable as was asked, and whether each is on
-        disk."""
+        self._undurable_results: dict[int, RunResult] = {}
+        """Of those of such runs that will not be as durable as was asked, by index."""
         chunk = request.bundle.chunk
         self._row_cost = 1 + chunk.nbytes / chunk.count / BYTES_PER_COST
         self._unfinished_count = len(self.partitions)
@@ -190,17 +198,16 @@ class _BundleRequest(OrderedReply):
         run_count = len(self.partitions)
         run_indexes: Iterable[int] = range(run_count)
         if self._batches.columns.is_unconditional and min(bundle.row_counts) < LONG_RUN_ROWS:
-            targets = list[DurabilityTarget]()
-            lines, run_indexes = yield from self._set_runs(targets)
+            lines, run_indexes = yield from self._set_runs()
             if run_indexes:
-                yield from self._take_lines(lines, targets)
+                yield from self._await_runs(lines, self._finish_plain)
             elif self._request.durability is _MEMORY:
                 self._lines, self._unfinished_count = lines, 0
                 order.complete(self)
                 return
             else:
                 self._lines = lines
-                yield from self._await_all(targets)
+                yield from self._await_runs(lines, self._note_durable)
         cost = 0
         for index in run_indexes:
             if cost >= SLICE_COST:
@@ -211,45 +218,33 @@ class _BundleRequest(OrderedReply):
         if self._unfinished_count and not is_owed:
             order.add(self)
 
-    def _set_runs(
-        self, targets: list[DurabilityTarget]
-    ) -> Generator[None, None, tuple[bytes, Sequence[int]]]:
+    def _set_runs(self) -> Generator[None, None, tuple[bytes, Sequence[int]]]:
         """Applies the runs of a plain bundle that can be applied together; yields where others
         should have their turn. Returns what became of each, zeros for those that are left, and
-        which are left. Adds to `targets` how durable each must be."""
+        which are left."""
         bundle, lines, run_indexes = self._request.bundle, b"", list[int]()
         low, cost, run_count = 0, 0.0, bundle.run_count
         # Mostly one slice has all of them.
         if PLAIN_RUN_COST * run_count + len(bundle) * self._row_cost > SLICE_COST:
             for index, row_count in enumerate(bundle.row_counts):
                 if cost >= SLICE_COST:
-                    lines += self._set_some(low, index, run_indexes, targets)
+                    lines += self._set_some(low, index, run_indexes)
                     yield
                     low, cost = index, 0.0
                 cost += PLAIN_RUN_COST + row_count * self._row_cost
-        lines += self._set_some(low, run_count, run_indexes, targets)
+        lines += self._set_some(low, run_count, run_indexes)
         return lines, run_indexes
 
-    def _set_some(
-        self,
-        low: int,
-        high: int,
-        run_indexes: list[int],
-        targets: list[DurabilityTarget],
-    ) -> bytes:
+    def _set_some(self, low: int, high: int, run_indexes: list[int]) -> bytes:
         """Applies those of the runs [`low`, `high`) that can be applied together, and adds the
         others to `run_indexes`."""
         context, batches, bundle = self._context, self._batches, self._request.bundle
-        bucket, request = context.bucket, self._request
-        target = _WITHOUT_REPLICAS.get(request.durability)
-        needs_replicas = target is None
-        if target is None:
-            target = _replicated_target(context, request.durability, request.copies)
-        targets += [target] * (high - low)
+        bucket = context.bucket
         if bucket is None or self._flusher.disk_full_reason or context.refused_task_runs:
             run_indexes += range(low, high)
             return bytes(RESULT_BYTES * (high - low))
         skipped_runs = None
+        needs_replicas = self._request.durability not in _WITHOUT_REPLICAS
         if needs_replicas or context.may_have_earlier:
             skipped_runs = bytes(
                 [
@@ -282,62 +277,48 @@ class _BundleRequest(OrderedReply):
             and (not needs_replicas or 0 < copies <= _replica_count(context, partition_id))
         )
 
-    def _take_lines(self, lines: bytes, targets: Sequence[DurabilityTarget]) -> Iterator[None]:
-        """Some runs were applied together: each has its result once it is as durable as was
-        asked. Yields where others should have their turn."""
-        for index, (result, target) in enumerate(zip(decode_results(lines), targets, strict=True)):
+    def _await_runs(self, lines: bytes, call: OnRunDurable) -> Iterator[None]:
+        """Some runs were applied together: calls `call` for each once it is as durable as was
+        asked, or will not be. Yields where others should have their turn."""
+        target = self._target()
+        for index, result in enumerate(decode_results(lines)):
             if index % AWAITED_RUNS == AWAITED_RUNS - 1:
                 yield
+                target = self._target()
+            bucket = self._context.bucket
             if not result.history_id:
                 continue
-            bucket = self._context.bucket
-            call = partial(self._finish_plain, index, result)
-            if target is IN_MEMORY or bucket is None:
-                call(True)
-            else:
-                partition = bucket.partitions[result.partition]
-                call_when_durable(call, partition, self._flusher, result.last_seq, target)
-
-    def _await_all(self, targets: Sequence[DurabilityTarget]) -> Iterator[None]:
-        """All runs were applied together: they are answered together when all are as durable as was
-        asked. Yields where others should have their turn."""
-        results = decode_results(self._lines)
-        for index, (result, target) in enumerate(zip(results, targets, strict=True)):
-            if index % AWAITED_RUNS == AWAITED_RUNS - 1:
-                yield
-            bucket = self._context.bucket
             if bucket is None:
-                self._note_durable(index, False)
-            else:
-                call = partial(self._note_durable, index)
-                partition = bucket.partitions[result.partition]
-                call_when_durable(call, partition, self._flusher, result.last_seq, target)
+                call(index, result, False)
+                continue
+            partition, seq = bucket.partitions[result.partition], result.last_seq
+            call_when_durable(partial(call, index, result), partition, self._flusher, seq, target)
 
-    def _note_durable(self, index: int, is_on_disk: bool, is_replicated: bool = True) -> None:
+    def _target(self) -> DurabilityTarget:
+        """How durable a run must be that is waited for from now on."""
+        durability, copies = self._request.durability, self._request.copies
+        return _WITHOUT_REPLICAS.get(durability) or _replicated_target(
+            self._context, durability, copies
+        )
+
+    def _note_durable(
+        self, index: int, result: RunResult, is_on_disk: bool, is_replicated: bool = True
+    ) -> None:
         """One of the runs that are answered together is as durable as was asked, or will not be."""
-        is_on_disk = is_on_disk and self._context.bucket is not None
-        if not (is_on_disk and is_replicated):
-            self._undurable_runs.append((index, is_on_disk))
+        if not is_on_disk or self._context.bucket is None:
+            self._error = without_traceback(self._not_on_disk_error())
+            self._undurable_results[index] = RunResult(result.partition, self._error.status)
+        elif not is_replicated:
+            self._undurable_results[index] = result._replace(status=Status.NOT_DURABLE_YET)
         self._unfinished_count -= 1
         if self._unfinished_count:
             return
-        if self._undurable_runs:
+        if self._undurable_results:
             self._results = [*decode_results(self._lines)]
             self._lines = b""
-            for undurable_index, undurable_is_on_disk in self._undurable_runs:
-                self._results[undurable_index] = self._undurable_result(
-                    undurable_index, undurable_is_on_disk
-                )
+            for undurable_index, undurable_result in self._undurable_results.items():
+                self._results[undurable_index] = undurable_result
         self._context.reply_order.complete(self)
-
-    def _undurable_result(self, index: int, is_on_disk: bool) -> RunResult:
-        """The result of a run that will not be as durable as was asked."""
-        if is_on_disk:
-            result = self._results[index]
-            assert result is not None
-            return result._replace(status=Status.NOT_DURABLE_YET)
-        self._error = without_traceback(self._not_on_disk_error())
-        return RunResult(self.partitions[index], self._error.status)
 
     def _start(self, index: int) -> int:
         """Starts a run; returns what that has cost, in plain rows."""
