@@ -430,11 +430,20 @@ class Town:
         server's death it must roll back. Left to chance, a quick disk may leave nothing to lose."""
         assert self.fast.consumer is not None
         with trio.fail_after(LATE_S):
+            await self._until_indexed()
             # From here on it reads from memory.
             await self.fast.consumer.barrier()
             os.kill(writer_of(process.pid), signal.SIGSTOP)
             await self.memory.until_answered(AHEAD)
             await self.fast.consumer.barrier()
+
+    async def _until_indexed(self) -> None:
+        """Waits until each partition can look up keys on disk. After a start the writer has to
+        index the log's end first; changes of keys that are not in memory wait for that."""
+        keys = [b"never written %d" % index for index in range(16 * PARTITIONS)]
+        assert len({partition_of(key, PARTITIONS) for key in keys}) == PARTITIONS
+        async with connect(self._url) as client:
+            assert not any(await client.get_many(keys))
 
     async def _killed_while_it_starts(self) -> None:
         process = await trio.lowlevel.open_process(
