@@ -11,6 +11,7 @@ from pathlib import Path
 import msgspec
 import pytest
 from pyspark.sql import SparkSession
+from pyspark.sql.types import LongType, StructField, StructType
 
 from tests.spark.bucket import (
     FAR,
@@ -26,7 +27,10 @@ from upr_protocol.chunk import Mutation
 from upr_protocol.client import BlockingClient, PartitionInfo
 from upr_protocol.failover import FailoverLog
 from upr_protocol.ids import Operation, PartitionId, PartitionState, SeqNo
+from upr_protocol.spark import batch_reader
 from upr_protocol.spark.errors import OptionError, PipelineError
+from upr_protocol.spark.leased_source import LeasedDataSource
+from upr_protocol.spark.read_tasks import ReadTask
 from upr_protocol.spark.recipes import (
     Manifest,
     PartitionPart,
@@ -36,7 +40,7 @@ from upr_protocol.spark.recipes import (
     snapshot,
 )
 from upr_protocol.spark.recipes.backup import _starts
-from upr_protocol.spark.recipes.cut import PinnedCut, check_cut, pin_cut
+from upr_protocol.spark.recipes.cut import PinnedCut, check_cut, options_of_cut, pin_cut
 from upr_protocol.spark.recipes.folder import locked_folder, plain_path
 
 NewBucket = Callable[..., str]
@@ -337,6 +341,26 @@ def test_a_cut_is_of_nodes_that_know_of_its_lease() -> None:
         assert "Run this again" in failing(
             "UPR_RANGE_GONE", lambda: check_cut(driver, cut, lambda _: {})
         )
+
+
+def test_a_cut_is_read_under_its_own_lease_or_not_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A node that took over would grant another lease of the same name, on what it has left: and
+    nobody would notice the rows that are missing."""
+    driver = ModelDriverClient(1)
+    monkeypatch.setattr(batch_reader, "BucketDriverClient", lambda _: driver)
+    driver.write(0, 0)
+    cut = pin_cut(driver, lambda _: {})
+    options = options_of_cut({"url": "upr://h/b"}, cut)
+    source = LeasedDataSource({name.lower(): text for name, text in options.items()})
+    reader = source.reader(StructType([StructField("seq", LongType())]))
+    (task,) = reader.partitions()
+    assert isinstance(task, ReadTask)
+    assert driver.read(0, 0, 1, task.lease_id) == [(1, 0)]
+    driver.write(0, 0)
+    driver.flush(0)
+    driver.take_over(0)
+    failing("UPR_RANGE_GONE", reader.partitions)
+    failing("UPR_RANGE_GONE", lambda: check_cut(driver, cut, lambda _: {}))
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from pyspark.sql.types import StructType
 from upr_protocol.client import PartitionInfo, PartitionNumbers
 from upr_protocol.errors import ServerError, Status
 from upr_protocol.ids import SEQ_MAX, HistoryId, PartitionId, SeqNo
-from upr_protocol.spark.driver_client import BucketDriverClient, DriverClient
+from upr_protocol.spark.driver_client import BucketDriverClient, DriverClient, holds_ranges
 from upr_protocol.spark.errors import OptionError, PipelineError, as_pipeline_error, sentence_first
 from upr_protocol.spark.read_options import ReadOptions
 from upr_protocol.spark.read_tasks import PartitionRange, ReadTask, tasks_of
@@ -31,13 +31,22 @@ class BatchReader(DataSourceReader):
         options: What is asked for.
         schema: Which columns.
         lease_id: The lease; the same for all actions on one DataFrame.
+        acquires_lease: Whether the first action acquires it; else it is there before.
     """
 
-    def __init__(self, options: ReadOptions, schema: StructType, lease_id: int) -> None:
+    def __init__(
+        self,
+        options: ReadOptions,
+        schema: StructType,
+        lease_id: int,
+        *,
+        acquires_lease: bool = True,
+    ) -> None:
         check_schema(schema)
         self._options = options
         self._schema = schema
         self._lease_id = lease_id
+        self._acquires_lease = acquires_lease
 
     @sentence_first()
     def partitions(self) -> Sequence[InputPartition]:
@@ -50,7 +59,7 @@ class BatchReader(DataSourceReader):
         for options in options_of_buckets(self._options):
             driver = BucketDriverClient(options)
             try:
-                tasks += plan(options, driver, self._lease_id)
+                tasks += plan(options, driver, self._lease_id, acquires_lease=self._acquires_lease)
             except ServerError as error:
                 raise _not_readable(error, options) from error
             finally:
@@ -89,8 +98,16 @@ def options_of_buckets(options: ReadOptions) -> list[ReadOptions]:
     return [options.of_bucket(name) for name in names]
 
 
-def plan(options: ReadOptions, driver: DriverClient, lease_id: int) -> list[ReadTask]:
+def plan(
+    options: ReadOptions, driver: DriverClient, lease_id: int, *, acquires_lease: bool = True
+) -> list[ReadTask]:
     """The tasks of a read.
+
+    Args:
+        options: What is asked for.
+        driver: Asks the bucket.
+        lease_id: The lease that pins what is read.
+        acquires_lease: Whether to acquire it, if it is not there.
 
     Raises:
         OptionError: A start or an end is not there.
@@ -139,7 +156,9 @@ def plan(options: ReadOptions, driver: DriverClient, lease_id: int) -> list[Read
     else:
         # To the end that is on disk when the lease is granted: nothing is overtaken there.
         to_the_end = isinstance(end, str)
-        ranges = _pin_ranges(driver, infos, bounds, lease_id, to_the_end=to_the_end)
+        ranges = _pin_ranges(
+            driver, infos, bounds, lease_id, to_the_end=to_the_end, acquires_lease=acquires_lease
+        )
     if options.start_time is not None:
         ranges = list(_since(driver.seqnos_at_time(options.start_time), ranges))
     if has_time and _history_ids(driver.seqnos()) != history_ids:
@@ -188,11 +207,17 @@ def _pin_ranges(
     lease_id: int,
     *,
     to_the_end: bool,
+    acquires_lease: bool,
 ) -> list[PartitionRange]:
-    lease = driver.acquire_lease(
-        lease_id,
-        [(partition, start, SEQ_MAX if to_the_end else end) for partition, start, end in bounds],
-    )
+    if acquires_lease:
+        ranges = [
+            (partition, start, SEQ_MAX if to_the_end else end) for partition, start, end in bounds
+        ]
+        lease = driver.acquire_lease(lease_id, ranges)
+    else:
+        lease = driver.renew_lease(lease_id)
+        if not holds_ranges(lease, bounds):
+            raise ServerError(Status.RANGE_GONE)
     return [
         attrs.evolve(
             _range_of(infos, pinned.partition, pinned.start, pinned.end),

@@ -6,15 +6,13 @@ Spark imports this module for each plan of a read, in a process of its own: it s
 from __future__ import annotations
 
 from collections.abc import Mapping, MutableMapping
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from upr_protocol.spark.source import UprDataSource
 
-if TYPE_CHECKING:
-    from pyspark.sql import SparkSession
-    from pyspark.sql.readwriter import DataFrameReader
-
 _LEASE_ID: Final = "leaseid"
+_ACQUIRES_LEASE: Final = "acquireslease"
+_OWN_OPTIONS: Final = (_LEASE_ID, _ACQUIRES_LEASE)
 
 
 class LeasedDataSource(UprDataSource):
@@ -23,8 +21,9 @@ class LeasedDataSource(UprDataSource):
     """
 
     def __init__(self, options: MutableMapping[str, str]) -> None:
-        super().__init__({name: text for name, text in options.items() if name != _LEASE_ID})
+        super().__init__({name: text for name, text in options.items() if name not in _OWN_OPTIONS})
         self._lease_id = int(options[_LEASE_ID], 16)
+        self._acquires_lease = options[_ACQUIRES_LEASE] == "true"
 
     @classmethod
     def name(cls) -> str:
@@ -32,15 +31,19 @@ class LeasedDataSource(UprDataSource):
         return "upr_leased"
 
 
-def leased_reader(
-    spark: SparkSession, options: Mapping[str, str], lease_id: int
-) -> DataFrameReader:
-    """Reads a bucket as the data source `upr` does.
+def leased_options(
+    options: Mapping[str, str], lease_id: int, *, acquires_lease: bool
+) -> dict[str, str]:
+    """The options of a read of `LeasedDataSource`.
 
     Args:
-        spark: A session in which `LeasedDataSource` is registered.
-        options: The options of the read.
-        lease_id: The lease. If there is none with this ID, the first action acquires it.
+        options: What the data source `upr` takes.
+        lease_id: The lease.
+        acquires_lease: Whether the first action acquires it. Otherwise it holds what is read: if
+            it does not, the read fails.
     """
-    reader = spark.read.format(LeasedDataSource.name()).options(**options)
-    return reader.option(_LEASE_ID, f"{lease_id:016x}")
+    return {
+        **options,
+        _LEASE_ID: f"{lease_id:016x}",
+        _ACQUIRES_LEASE: "true" if acquires_lease else "false",
+    }

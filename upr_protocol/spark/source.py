@@ -29,6 +29,7 @@ class UprDataSource(DataSource):
         super().__init__(options)
         # One for each `load()`, and the same for every action on what was loaded.
         self._lease_id = new_lease_id()
+        self._acquires_lease = True
 
     @classmethod
     def name(cls) -> str:
@@ -60,7 +61,7 @@ class UprDataSource(DataSource):
         check_value_schema(options, schema)
         if options.index is not None:
             return IndexReader(options, schema)
-        return BatchReader(options, schema, self._lease_id)
+        return BatchReader(options, schema, self._lease_id, acquires_lease=self._acquires_lease)
 
     def streamReader(  # noqa: N802  Spark's name
         self, schema: StructType

@@ -22,7 +22,7 @@ from upr_protocol.spark.driver_client import (
     holds_ranges,
 )
 from upr_protocol.spark.errors import PipelineError, as_pipeline_error
-from upr_protocol.spark.leased_source import LeasedDataSource, leased_reader
+from upr_protocol.spark.leased_source import LeasedDataSource, leased_options
 from upr_protocol.spark.read_options import ReadOptions
 from upr_protocol.spark.recipes.lookup_history import has_lost
 from upr_protocol.spark.recipes.target import check_own_options
@@ -93,10 +93,8 @@ def consistent_cut(
         pinned = pin_cut(driver, starts_of)
         lease_id = pinned.lease_id
         spark.dataSource.register(LeasedDataSource)
-        # Under the same lease: one of its own would stay when this is over.
-        reader = leased_reader(spark, texts, lease_id)
-        reader = reader.option("startingOffsets", _offsets(pinned.starts))
-        reader = reader.option("endingOffsets", _offsets(pinned.ends))
+        reader = spark.read.format(LeasedDataSource.name())
+        reader = reader.options(**options_of_cut(texts, pinned))
         yield ConsistentCut(
             read_options.address.bucket,
             pinned.logs,
@@ -134,6 +132,22 @@ class PinnedCut:
     logs: Mapping[PartitionId, FailoverLog]
     starts: Mapping[PartitionId, SeqNo]
     ends: Mapping[PartitionId, SeqNo]
+
+
+def options_of_cut(options: Mapping[str, str], cut: PinnedCut) -> dict[str, str]:
+    """The options of a read of a cut, under its lease: one of its own would stay when this is over.
+    A lease that is gone must not be acquired again. A node that took over would grant it on what it
+    has left of the cut, and `check_cut` would find it held.
+
+    Args:
+        options: The options of the read, with the URL.
+        cut: The cut.
+    """
+    return {
+        **leased_options(options, cut.lease_id, acquires_lease=False),
+        "startingOffsets": _offsets(cut.starts),
+        "endingOffsets": _offsets(cut.ends),
+    }
 
 
 def pin_cut(

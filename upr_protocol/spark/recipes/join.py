@@ -20,7 +20,7 @@ from upr_protocol.limits import KEY_BYTES_MAX
 from upr_protocol.spark.driver_client import BucketDriverClient
 from upr_protocol.spark.errors import OptionError
 from upr_protocol.spark.json_values import ValueParser
-from upr_protocol.spark.leased_source import LeasedDataSource, leased_reader
+from upr_protocol.spark.leased_source import LeasedDataSource, leased_options
 from upr_protocol.spark.options import connection_options
 from upr_protocol.spark.read_options import ReadOptions
 from upr_protocol.spark.recipes.failure import plain_errors
@@ -263,7 +263,8 @@ class _Side:
         """All items that the bucket holds. They are on the server until `release_items`."""
         lease_id = new_lease_id()
         self._lease_ids.append(lease_id)
-        reader = leased_reader(self._spark, self._connection, lease_id)
+        options = leased_options(self._connection, lease_id, acquires_lease=True)
+        reader = self._spark.read.format(LeasedDataSource.name()).options(**options)
         reader = reader.option("deduplicate", "true")
         return latest(reader.schema(f"{self._schema}, seq LONG, deleted BOOLEAN").load())
 
