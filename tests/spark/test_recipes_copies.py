@@ -343,6 +343,21 @@ def test_a_cut_is_of_nodes_that_know_of_its_lease() -> None:
         )
 
 
+def test_a_cut_has_all_that_was_acknowledged_though_a_node_takes_over() -> None:
+    """The node may have the newest changes in memory alone when it is asked to pin them."""
+    driver = ModelDriverClient(1)
+    for _ in range(5):
+        driver.write(0, 0)
+
+    def take_over() -> None:
+        driver.partitions[0].persisted = 3
+
+    driver.before_next_lease = take_over
+    cut = pin_cut(driver, lambda _: {})
+    assert cut.ends == {0: 5}
+    assert list(driver.leases) == [cut.lease_id]
+
+
 def test_a_cut_is_read_under_its_own_lease_or_not_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
     """A node that took over would grant another lease of the same name, on what it has left: and
     nobody would notice the rows that are missing."""

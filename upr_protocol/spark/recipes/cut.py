@@ -12,6 +12,7 @@ import msgspec
 from pyspark.sql import DataFrame, SparkSession
 
 from upr_protocol.client import PartitionInfo
+from upr_protocol.client.core.calls import NEW_LEASE_TRIES
 from upr_protocol.errors import ServerError, Status
 from upr_protocol.failover import FailoverLog, Position
 from upr_protocol.ids import SEQ_MAX, PartitionId, SeqNo
@@ -163,12 +164,23 @@ def pin_cut(
         ServerError: `ROLLBACK_NEEDED`: deletions behind a start are forgotten.
         PipelineError: The server cannot be asked, or `starts_of` raised it.
     """
-    seqnos = driver.wait_until_persisted()
-    requested_starts = starts_of(driver.partition_infos(anew=True))
-    starts = {partition: requested_starts.get(partition, SeqNo(0)) for partition in seqnos}
-    lease = acquire_new_lease(
-        driver, [(partition, seq, SEQ_MAX) for partition, seq in starts.items()]
-    )
+    for _ in range(NEW_LEASE_TRIES):
+        seqnos = driver.wait_until_persisted()
+        requested_starts = starts_of(driver.partition_infos(anew=True))
+        starts = {partition: requested_starts.get(partition, SeqNo(0)) for partition in seqnos}
+        lease = acquire_new_lease(
+            driver, [(partition, seq, SEQ_MAX) for partition, seq in starts.items()]
+        )
+        if all(pinned.end >= seqnos[pinned.partition].persisted_seq for pinned in lease.ranges):
+            break
+        # Another node has become active, and has the newest of it in memory alone.
+        driver.release_lease(lease.lease_id)
+    else:
+        raise PipelineError(
+            "UPR_SERVER",
+            "other nodes have become active each time that all changes were to be pinned, "
+            f"{NEW_LEASE_TRIES} times: find out why, and run this again",
+        )
     # A history that began since the lease was granted began behind its end.
     driver.seqnos()
     logs = {partition: info.log for partition, info in driver.partition_infos().items()}
