@@ -72,7 +72,9 @@ def test_a_snapshot_holds_what_the_bucket_held(
     spark: SparkSession, new_bucket: NewBucket, tmp_path: Path
 ) -> None:
     url = new_bucket()
-    folder = tmp_path / "snapshot"
+    # To Spark's readers this is a pattern, and the other folder one of those that it stands for.
+    folder = tmp_path / "a [1]{2}*"
+    (tmp_path / "a 12" / "data").mkdir(parents=True)
     change(url, put(range(60)))
     change(url, put(range(10), "newer"))
     change(url, drop(range(5)))
@@ -125,8 +127,9 @@ def test_an_unfinished_snapshot_is_refused(
     assert contents_of_frame(read_snapshot(spark, folder)) == contents(url)
     first.write_bytes(b"short")
     assert "whole copy" in failing("UPR_FOLDER", lambda: read_snapshot(spark, folder))
-    (folder / "manifest.json").write_text('{"format_version": 1}')
-    assert "damaged" in failing("UPR_FOLDER", lambda: read_snapshot(spark, folder))
+    for damaged in (b'{"format_version": 1}', b'{"kind": "\xff"}'):
+        (folder / "manifest.json").write_bytes(damaged)
+        assert "damaged" in failing("UPR_FOLDER", lambda: read_snapshot(spark, folder))
     newer = {**msgspec.to_builtins(manifest), "format_version": 2}
     (folder / "manifest.json").write_text(json.dumps(newer))
     assert "of version 2" in failing("UPR_FOLDER", lambda: read_snapshot(spark, folder))

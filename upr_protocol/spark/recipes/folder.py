@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import re
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,6 +16,8 @@ from upr_protocol.durable_files import sync_path
 from upr_protocol.spark.errors import OptionError, PipelineError
 
 LOCK: Final = ".lock"
+
+_PATTERN_CHARACTER: Final = re.compile(r"[\\*?\[\]{}]")
 
 
 def plain_path(text: str | os.PathLike[str]) -> Path:
@@ -33,6 +36,11 @@ def plain_path(text: str | os.PathLike[str]) -> Path:
             "of a shared file system, and copy it elsewhere when it is complete"
         )
     return Path(unquote(parts.path) if parts.scheme else os.fspath(text)).absolute()
+
+
+def path_to_read(path: Path) -> str:
+    """A path for one of Spark's readers, to which some characters stand for others."""
+    return _PATTERN_CHARACTER.sub(r"\\\g<0>", str(path))
 
 
 @contextmanager

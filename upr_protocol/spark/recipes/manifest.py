@@ -101,7 +101,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
             ) from None
         try:
             manifest = msgspec.json.decode(text, type=cls)
-        except msgspec.DecodeError as error:
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
             raise PipelineError(
                 "UPR_FOLDER", f"{path} is damaged, or of another version: {error}"
             ) from error

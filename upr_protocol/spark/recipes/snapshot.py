@@ -16,6 +16,7 @@ from upr_protocol.spark.recipes.cut import ConsistentCut, consistent_cut
 from upr_protocol.spark.recipes.failure import plain_errors
 from upr_protocol.spark.recipes.folder import (
     locked_folder,
+    path_to_read,
     paths_in_folder,
     plain_path,
     remove_paths,
@@ -101,7 +102,7 @@ def read_snapshot(spark: SparkSession, path: str | os.PathLike[str]) -> DataFram
 
 def rows_of(spark: SparkSession, folder: Path, manifest: Manifest) -> DataFrame:
     """The rows that a manifest speaks of, and no others."""
-    paths = [str(folder / DATA_FOLDER / name) for name in manifest.files]
+    paths = [path_to_read(folder / DATA_FOLDER / name) for name in manifest.files]
     return spark.read.parquet(*paths)
 
 
@@ -119,7 +120,7 @@ def describe_cut(
     """
     cut.check()
     files = dict(files_below(folder / DATA_FOLDER))
-    stored_rows = spark.read.parquet(str(folder / DATA_FOLDER))
+    stored_rows = spark.read.parquet(path_to_read(folder / DATA_FOLDER))
     is_deleted = F.col("value").isNull() if kind == "increment" else F.lit(False)
     counts = {
         row["partition"]: (row["rows"], row["deletions"])
