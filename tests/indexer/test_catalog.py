@@ -2,25 +2,31 @@
 
 from __future__ import annotations
 
+from contextlib import AsyncExitStack, closing
 from pathlib import Path
 
 import msgspec
 import pytest
+import trio
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.indexer.kit import a_server, an_indexer, name_of
+from tests.indexer.kit import POOL_BYTES, a_server, an_indexer, name_of
 from tests.kit.process import eventually
-from upr_protocol.client import connect
+from upr_protocol.client import Address, connect
 from upr_server.indexer import catalog
 from upr_server.indexer.catalog import (
     CATALOG_BYTES_MAX,
     DESIGN_OVERHEAD_BYTES,
     LEFT_OUT_MAX,
+    CatalogDesigns,
     shortest_designs,
 )
+from upr_server.indexer.pipeline import worker_thread
+from upr_server.indexer.pool import MemoryPool
 from upr_server.indexer.pure.definition import DESIGN_BYTES_MAX, design_key, design_name
-from upr_server.indexer.slices import CatalogReport
+from upr_server.indexer.slice import Slice, SliceSettings
+from upr_server.indexer.slices import CatalogReport, SliceId
 from upr_server.indexer.worker_messages import FRAME_BYTES_MAX, CatalogRead
 
 DESIGN = msgspec.json.encode({"indexes": {"city": {"key": ["city"]}}})
@@ -73,3 +79,48 @@ async def test_long_documents_are_mistakes_and_the_others_go_on(tmp_path: Path) 
         assert designs.mistakes["longest"] == (
             "all design documents of a slice have at most 4,194,304 bytes"
         )
+
+
+class Reports:
+    """What a slice has reported."""
+
+    def __init__(self) -> None:
+        self.texts: list[dict[str, bytes]] = []
+
+    def slice_restarted(self, _index: int) -> None:
+        pass
+
+    def catalog_read(self, _index: int, report: CatalogReport) -> None:
+        self.texts.append(report.texts)
+
+
+async def test_a_change_is_reported_though_the_report_of_a_question_is_cancelled(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The slice leaves a change to a report that has begun in the same moment."""
+    settings = SliceSettings(Address.parse("upr://127.0.0.1:1/b"), tmp_path)
+    part, reports = Slice(SliceId(), settings, MemoryPool(POOL_BYTES), worker_thread()), Reports()
+    texts = dict[str, bytes]()
+
+    async def current_designs() -> CatalogDesigns:
+        await trio.lowlevel.checkpoint()
+        return CatalogDesigns(dict(texts), [])
+
+    async def nothing_to_wait_for() -> None:
+        pass
+
+    monkeypatch.setattr(part, "_observer", reports)
+    monkeypatch.setattr(part, "_reporting", AsyncExitStack())  # it is free
+    monkeypatch.setattr(part.catalog, "current_designs", current_designs)
+    monkeypatch.setattr(part.barriers, "wait_until_applied", nothing_to_wait_for)
+    with closing(part):
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(part._keep_reporting)
+            await eventually(lambda: reports.texts == [{}], "it is reported")
+            texts["d"] = DESIGN
+            with trio.CancelScope() as asking:
+                asking.cancel()
+                part.catalog.on_change()
+                await part.confirm()
+            await eventually(lambda: reports.texts[1:] == [texts], "the change is reported", 5)
+            nursery.cancel_scope.cancel()

@@ -155,7 +155,12 @@ class Slice:
         # One at a time: an older report must not follow on a newer one.
         async with self._reporting:
             self._is_reported = True
-            designs = await self.catalog.current_designs()
+            try:
+                designs = await self.catalog.current_designs()
+            except trio.Cancelled:
+                # A question whose asker has gone. `_keep_reporting` may have left the report to it.
+                self._note_catalog()
+                raise
             # After the reading: a rollback that begins meanwhile is counted.
             report = CatalogReport(
                 dict(designs.texts), self.stream.rollbacks, list(designs.left_out)
