@@ -125,6 +125,10 @@ class Assignment(
             return ""
         return self.replicas[node] or self.active or self.handing_over
 
+    def followers_of(self, node: str) -> list[str]:
+        """The replicas that follow `node`."""
+        return [name for name in self.replicas if self.source_of(name) == node]
+
     def holders(self) -> list[str]:
         """Every node that holds the partition, the active first."""
         names = (self.active, self.handing_over, *self.replicas)

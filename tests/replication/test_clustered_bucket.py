@@ -188,3 +188,27 @@ async def test_a_bucket_that_was_made_for_a_map_that_failed_has_nothing_to_be_ac
         await server.partition_maps.set_map(0, partition_map.encode())
         (partition,) = server.catalog.bucket("b").partitions
         assert partition.state is PartitionState.PENDING
+
+
+async def test_what_a_node_has_reported_does_not_count_once_it_is_no_replica(
+    autojump_clock: MockClock,
+) -> None:
+    """Its connection may last. A failover would not look at its copy."""
+    config = ServerConfig(listen="127.0.0.1:0", node="a")
+    async with running_server(config, SimulatedStore()) as server:
+        nodes = {"a": f"127.0.0.1:{server.port}", "b": "127.0.0.1:1", "c": "127.0.0.1:2"}
+        assignment = Assignment("a", {"b": "", "c": ""})
+        first = PartitionMap(bucket="b", revision=1, nodes=nodes, partitions=(assignment,))
+        await server.partition_maps.set_map(0, first.encode())
+        (partition,) = server.catalog.bucket("b").partitions
+        for removed in ({}, {"b": "c"}):
+            partition.replicas.report("b", SeqNo(9), SeqNo(9))
+            partition.replicas.report("c", SeqNo(5), SeqNo(5))
+            revision = server.partition_maps.revision("b")
+            next_map = first.with_assignments(
+                {PartitionId(0): Assignment("a", {"c": "", **removed})}, revision + 1
+            )
+            await server.partition_maps.set_map(revision, next_map.encode())
+            assert partition.state is PartitionState.ACTIVE
+            assert partition.replicas.seq_reached_by(1) == 5
+            assert partition.replicas.seq_reached_by(2) == 0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from typing import Final
 
 import attrs
@@ -76,6 +76,12 @@ class ReplicaProgress:
         report = self._reports.get(replica)
         if report is not None and report.source is source:
             del self._reports[replica]
+
+    def keep_replicas(self, names: Container[str]) -> None:
+        """The partition has these replicas from now on: what other nodes have reported does not
+        count any more. O(reports)."""
+        for name in [name for name in self._reports if name not in names]:
+            del self._reports[name]
 
     def clear(self) -> None:
         """The partition is in another history, or not active any more: what waits is answered with

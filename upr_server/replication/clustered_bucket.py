@@ -135,6 +135,7 @@ class ClusteredBucket:
             for partition, since in self.suspects.items()
             if roles.is_still_suspect(new_map.partitions[partition], self._node, since)
         }
+        await self._forget_former_replicas()
         await self._change(changes)
         self.settled_revision = new_map.revision
         await self.follow_map()
@@ -217,6 +218,16 @@ class ClusteredBucket:
             f"the latest writes of {self.disk.bucket.name!r} are not on disk after "
             f"{PERSIST_S:.0f} s: {reason}; repeat the command"
         )
+
+    async def _forget_former_replicas(self) -> None:
+        """Has nobody count on nodes that are no replicas any more: a failover would not look at
+        what they have. Their connections may last."""
+        for count, partition in enumerate(self.disk.bucket.partitions, 1):
+            partition.replicas.keep_replicas(
+                self.map.partitions[partition.id].followers_of(self._node)
+            )
+            if count % STEP_PARTITIONS == 0:
+                await trio.lowlevel.checkpoint()
 
     async def _change(self, changes: list[RoleChange]) -> None:
         """Changes the partitions, in steps. A stream ends before its partition changes."""

@@ -92,8 +92,7 @@ class PartitionMaps:
         clustered_bucket = self._buckets.get(bucket)
         if clustered_bucket is None:
             return []
-        assignment = clustered_bucket.map.partitions[partition]
-        return [name for name in assignment.replicas if assignment.source_of(name) == self.node]
+        return clustered_bucket.map.partitions[partition].followers_of(self.node)
 
     def is_replica(self, bucket: str, partition: PartitionId, name: str) -> bool:
         """Whether the node `name` replicates a partition from this one."""
