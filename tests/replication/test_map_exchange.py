@@ -279,6 +279,30 @@ async def test_a_map_that_finds_no_room_is_logged_once(
         assert server.partition_maps.revision("b") == 3
 
 
+async def test_who_waits_for_a_failover_is_told_once_the_map_is_applied(
+    network: MemoryNetwork, autojump_clock: MockClock
+) -> None:
+    """A map that finds no room is tried again, up to four times a second."""
+    partition_map = PartitionMap(
+        bucket="b",
+        revision=2,
+        nodes={"a": f"{HOST}:{PORT}", "c": f"{HOST}:{PORT + 2}"},
+        partitions=(Assignment("a", {"c": ""}),),
+    )
+    store = FullStore()
+    async with node("a", port=PORT, store=store) as server:
+        await server.create_dead_bucket("b", 1)
+        store.is_full = True
+        with structlog.testing.capture_logs() as lines:
+            for _ in range(3):
+                with pytest.raises(DiskFullError):
+                    await server.partition_maps.set_map(0, partition_map.encode())
+            assert not lines
+            store.is_full = False
+            await server.partition_maps.set_map(0, partition_map.encode())
+        assert [line["partitions"] for line in lines if line["log_level"] == "warning"] == [1]
+
+
 async def test_a_node_that_was_removed_tells_nobody_its_map(
     network: MemoryNetwork, autojump_clock: MockClock
 ) -> None:

@@ -118,7 +118,6 @@ class ClusteredBucket:
                 partition.change_state(PartitionState.PENDING, partition.failover_log)
             if count % STEP_PARTITIONS == 0:
                 await trio.lowlevel.checkpoint()
-        self._warn_of_suspects(new_map, states)
         try:
             changes = await self._prepare(new_map, states, demoted_logs)
         except UprError:
@@ -135,6 +134,7 @@ class ClusteredBucket:
             for partition, since in self.suspects.items()
             if roles.is_still_suspect(new_map.partitions[partition], self._node, since)
         }
+        self._warn_of_suspects(new_map, states)
         await self._forget_former_replicas()
         await self._change(changes)
         self.settled_revision = new_map.revision
