@@ -11,11 +11,13 @@ import pytest
 import trio
 
 from tests.kit.fake_net import ENDLESS, CuttableStream
+from tests.kit.peer import peer
 from upr_protocol.chunk import Mutation
 from upr_protocol.client import (
     Address,
     ChunkReceived,
     Client,
+    HeldLease,
     ResumeState,
     RolledBack,
     SnapshotEnd,
@@ -25,7 +27,7 @@ from upr_protocol.client import (
     consume,
 )
 from upr_protocol.errors import ServerError, Status
-from upr_protocol.failover import Position
+from upr_protocol.failover import NOTHING_YET, PartialSnapshot, Position
 from upr_protocol.ids import (
     SEQ_MAX,
     Durability,
@@ -36,6 +38,7 @@ from upr_protocol.ids import (
 )
 from upr_protocol.limits import LEASES_MAX
 from upr_protocol.transport import dial_tcp
+from upr_protocol.wire import CycleEnd, Go, Stream, StreamEnd, StreamReply
 from upr_server.app import Server, running_server
 from upr_server.config import BucketConfig, ServerConfig
 from upr_server.storage import bucket_storage, calls
@@ -289,6 +292,54 @@ async def test_what_a_lease_does_not_hold_is_not_read_under_it(server: Server) -
             with pytest.raises(ServerError, match="does not hold") as refusal:
                 await read(server, lease.lease_id, ends)
             assert refusal.value.status is Status.RANGE_GONE
+
+
+def leased_stream(lease: HeldLease, position: Position, end: int, opaque: int) -> Stream:
+    """Asks for the first range of a lease, from a position to an end."""
+    return Stream(
+        PartitionState.ACTIVE,
+        position,
+        SeqNo(end),
+        lease.lease_id,
+        partition=lease.ranges[0].partition,
+        opaque=opaque,
+    )
+
+
+async def test_a_leased_stream_that_would_end_inside_the_clients_snapshot_is_refused(
+    server: Server,
+) -> None:
+    async with connect(server.url("b")) as client:
+        await write(client, 1)
+        lease = await client.acquire_lease(ALL[:1], time_to_live_s=60, owner="me")
+        log = client.partitions()[0].log
+    end = lease.ranges[0].end
+    position = Position(log, SeqNo(0), SeqNo(1), PartialSnapshot(log.current, SeqNo(0), end))
+    async with peer("127.0.0.1", server.port, "b") as hand:
+        for stream_end, status in ((end - 1, Status.BAD_ARGUMENT), (end, Status.OK)):
+            await hand.send(leased_stream(lease, position, stream_end, hand.opaque()))
+            assert (await hand.expect(StreamReply)).status == status
+
+
+async def test_a_lease_that_is_released_before_its_read_begins_ends_its_stream_alone(
+    server: Server,
+) -> None:
+    """The connection goes on, and who asks for the stream again hears that the range is gone."""
+    async with connect(server.url("b")) as client:
+        await write(client, 1)
+        lease = await client.acquire_lease(ALL[:1], time_to_live_s=60, owner="me", lease_id=7)
+    end = lease.ranges[0].end
+    (disk,) = server.catalog.disks.values()
+    async with peer("127.0.0.1", server.port, "b") as hand:
+        async with disk.maintenance.paused():
+            await hand.send(leased_stream(lease, NOTHING_YET, end, hand.opaque()))
+            assert (await hand.expect(StreamReply)).status == Status.OK
+            await disk.leases.release(7)
+        await hand.send(Go())
+        assert (await hand.expect(StreamEnd)).status == Status.ROLLBACK_NEEDED
+        await hand.expect(CycleEnd)
+        await hand.send(leased_stream(lease, NOTHING_YET, end, hand.opaque()))
+        assert (await hand.expect(StreamReply)).status == Status.RANGE_GONE
 
 
 async def test_a_lease_stays_with_the_node_that_granted_it(server: Server) -> None:

@@ -151,12 +151,24 @@ def _decide(disk: BucketDisk, partition: Partition, request: Stream) -> Start | 
         return _StreamRefusal(Status.SEQ_TOO_HIGH, decision.reason.value, partition.high_seq)
     if isinstance(decision, RollBack):
         return _StreamRefusal(Status.ROLLBACK, decision.reason.value, decision.ceiling)
-    if request.lease_id:
-        try:
-            disk.leases.check_range(request.lease_id, partition.id, decision.seq, request.end_seq)
-        except ServerError as error:
-            return _StreamRefusal(error.status, error.sentence, decision.seq)
-    return decision
+    return _leased(disk, partition, request, decision) if request.lease_id else decision
+
+
+def _leased(
+    disk: BucketDisk, partition: Partition, request: Stream, start: Start
+) -> Start | _StreamRefusal:
+    """Where a stream under a lease starts, or why there is none."""
+    try:
+        disk.leases.check_range(request.lease_id, partition.id, start.seq, request.end_seq)
+    except ServerError as error:
+        return _StreamRefusal(error.status, error.sentence, start.seq)
+    if request.end_seq < start.end_at_least:
+        return _StreamRefusal(
+            Status.BAD_ARGUMENT,
+            f"a stream under a lease ends at its end_seq, {request.end_seq}, and the position has "
+            f"a partial snapshot that ends at {start.end_at_least}",
+        )
+    return start
 
 
 def streams_in_steps(streams: Iterator[None]) -> Iterator[None]:

@@ -161,7 +161,10 @@ class Backfill:
                 if deadline.cancelled_caught:
                     self._end_status = Status.TOO_SLOW
             except ServerError as error:
-                self._end_status = error.status
+                # The bucket was deleted; or the lease is gone, and whoever asks for the stream
+                # again is told so.
+                is_deleted = error.status is Status.NO_BUCKET
+                self._end_status = Status.BUCKET_DELETED if is_deleted else Status.ROLLBACK_NEEDED
             except StorageError as error:
                 log.error(
                     "backfill failed",
