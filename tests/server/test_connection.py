@@ -9,6 +9,7 @@ from itertools import count
 from typing import Final, TypeVar, cast
 
 import pytest
+import structlog
 import trio
 import trio.testing
 
@@ -825,6 +826,26 @@ async def test_the_streams_of_many_partitions_end_in_steps() -> None:
         while not isinstance(answer := await peer.hear(Message), Refusal):
             assert isinstance(answer, StreamEnd)
         assert answer.status == Status.NO_BUCKET
+
+
+async def test_a_stream_that_had_to_wait_is_not_opened_when_the_session_has_ended() -> None:
+    """Its tasks end in one of the next turns."""
+    server = make_server()
+    async with connected(server) as peer:
+        await peer.open()
+        (connection,) = server.connections.connections
+        (bucket,) = server.catalog.buckets
+        request = Stream(PartitionState.ACTIVE, NOTHING_YET, partition=P0, opaque=peer.opaque())
+        (partition,) = bucket.partitions
+        partition.begins_no_stream = True
+        await peer.say(request)
+        await trio.testing.wait_all_tasks_blocked()
+        partition.begins_no_stream = False
+        connection.context.streams_may_begin.notify()
+        connection.session.fail(Status.IDLE, "the client is silent")
+        with structlog.testing.capture_logs() as lines:
+            await peer.hear(Error)
+        assert not lines
 
 
 async def test_credit_is_topped_up_and_withheld_above_the_quota(

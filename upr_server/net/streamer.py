@@ -225,7 +225,10 @@ class Streamer:
     def open(
         self, disk: BucketDisk, partition: Partition, request: Stream, map_revision: int
     ) -> None:
-        """Answers `request` for `partition`: opens a stream, or says why not."""
+        """Answers `request` for `partition`: opens a stream, or says why not. Does nothing when the
+        session has ended while the request waited."""
+        if self._session.state is SessionState.CLOSED:
+            return
         decision = _decide(disk, partition, request)
         if isinstance(decision, _StreamRefusal):
             status, reason = decision.status, decision.reason
