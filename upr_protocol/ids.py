@@ -23,13 +23,13 @@ HistoryId = NewType("HistoryId", int)
 number in two histories means two different changes."""
 
 NO_PARTITION: Final = PartitionId(0xFFFF)
+"""The partition field of a frame that is about no partition, or about all of them."""
 
 WRITER_BYTES: Final = 16
 """The length of a publisher's ID."""
 
 NO_WRITER: Final = bytes(WRITER_BYTES)
 """The ID of a publisher that sends nothing again."""
-"""The partition field of a frame that is about no partition, or about all of them."""
 
 PARTITIONS_END: Final = 1024
 """One more than the highest partition ID."""

@@ -83,10 +83,10 @@ class EventsReply(Message, frozen=True):
             time.
         everything: Whether the consumer must look at all buckets once, because it is new, was away
             for too long, or the server was killed. Later changes come as events.
-        events: One event for each bucket, by the buckets' names. `incarnation` is a number that
-            each bucket gets when it is created, so a later bucket of the same name has another one.
-            `fate` is a `BucketFate`. `updates` is above 0 if items of the bucket changed; one
-            update may stand for many changes. `designs` has the keys of design documents.
+        events: One event for each bucket, in no order. `incarnation` is a number that each bucket
+            gets when it is created, so a later bucket of the same name has another one. `fate` is a
+            `BucketFate`. `updates` is above 0 if items of the bucket changed; one update may stand
+            for many changes. `designs` has the keys of design documents.
     """
 
     opcode = 0xA3

@@ -378,6 +378,8 @@ def _add_publishing(topic: Topic) -> None:
     case("a chunk whose lengths do not add up", lengths, connection_closed, Status.MALFORMED)
     reserved = altered(ONE_ROW, 12, b"\x01")
     case("a chunk whose reserved field is not 0", reserved, connection_closed, Status.MALFORMED)
+    backwards = altered(ONE_ROW, 16, b"\x01")
+    case("a chunk whose end is below its start", backwards, connection_closed, Status.MALFORMED)
     numbered = altered(ONE_ROW, 32, b"\x01")
     case("a chunk with sequence numbers", numbered, request_refused, Status.BAD_ARGUMENT)
     expire = mutate(Mutation(Operation.EXPIRE, KEY))
