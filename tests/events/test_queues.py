@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -15,7 +17,10 @@ from upr_protocol.bucket_event import (
     EventFilter,
     EventKind,
 )
+from upr_protocol.ids import HistoryId
 from upr_protocol.limits import CONSUMERS_MAX, CONSUMERS_OF_USER_MAX, DESIGNS_MAX
+from upr_server.engine import Bucket
+from upr_server.events.producer import Producer
 from upr_server.events.queues import (
     _KINDS_REMEMBERED_MAX,
     EventBatch,
@@ -186,6 +191,30 @@ def test_too_many_design_documents_are_reported_as_any() -> None:
     # The next ones are named again.
     queue.count_updates("b", 1, (b"_design/more",))
     assert [event.designs for event in polled(queue)] == [(b"_design/more",)]
+
+
+def test_no_queue_goes_through_more_design_documents_than_it_names(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A bundle may change thousands, and there may be a hundred queues."""
+    counted: list[Sequence[bytes]] = []
+
+    def count(_queue: EventQueue, *arguments: Any) -> None:
+        counted.append(arguments[2])
+
+    monkeypatch.setattr(EventQueue, "count_updates", count)
+    queues = EventQueues()
+    queues.register("c", TIMEOUT_S, 0.0)
+    producer = Producer(queues, lambda: None)
+    bucket = Bucket("b", new_history_id=lambda: HistoryId(1), partition_count=1)
+    named = tuple(b"_design/%d" % index for index in range(DESIGNS_MAX))
+    for designs, expected in (
+        (named, named),
+        (named + named, named),
+        ((*named, b"_design/more"), (ANY_DESIGN,)),
+    ):
+        producer.bucket_updated(bucket, designs, 1)
+        assert counted.pop() == expected
 
 
 def test_a_late_update_of_the_bucket_before_does_not_hide_a_creation() -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from upr_protocol.bucket_event import ANY_DESIGN
+from upr_protocol.limits import DESIGNS_MAX
 from upr_server.engine import Bucket
 from upr_server.events.queues import EventQueues
 
@@ -36,6 +38,11 @@ class Producer:
     def bucket_updated(self, bucket: Bucket, designs: Sequence[bytes], batch_count: int) -> None:
         """Counts each batch as an update, and notes the design documents among what it changed."""
         name, incarnation = bucket.name, bucket.incarnation
+        if len(designs) > DESIGNS_MAX:
+            # No queue names so many: each would go through all of them to find that out.
+            distinct_designs = tuple(dict.fromkeys(designs))
+            is_named = len(distinct_designs) <= DESIGNS_MAX
+            designs = distinct_designs if is_named else (ANY_DESIGN,)
         for queue in self._queues:
             queue.count_updates(name, incarnation, designs, batch_count)
         self._on_change()
