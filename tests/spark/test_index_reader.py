@@ -20,12 +20,13 @@ from tests.spark.bucket import change
 from tests.spark.model_driver_client import ModelDriverClient
 from tests.spark.test_read import load, until
 from upr_protocol.chunk import Mutation
-from upr_protocol.client import IndexClient, IndexEntry, IndexPage
+from upr_protocol.client import IndexClient, IndexEntry, IndexPage, Item
 from upr_protocol.errors import BrokenError, CredentialsError, UprError
-from upr_protocol.ids import Operation
+from upr_protocol.ids import Cas, HistoryId, Operation, PartitionId, SeqNo
 from upr_protocol.spark import index_reader
 from upr_protocol.spark.errors import OptionError, PipelineError
 from upr_protocol.spark.index_reader import IndexReader
+from upr_protocol.spark.item_lookup import FIRST_AT_ONCE
 from upr_protocol.spark.read_options import ReadOptions
 from upr_protocol.spark.schema import default_schema
 
@@ -199,3 +200,31 @@ def test_an_index_of_another_bucket_is_refused(
             list(batches)
     else:
         assert not sum(batch.num_rows for batch in batches)
+
+
+def test_large_items_are_read_few_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thousand of them may be more than memory has room for, or a column of Arrow's."""
+
+    class Indexer(AbsentIndexer):
+        entries = 50
+
+        def scan(self, _name: str, **_options: object) -> IndexPage:
+            return IndexPage()
+
+    class LargeItems(ModelDriverClient):
+        def get_items(self, keys: Sequence[bytes]) -> list[Item | None]:
+            assert len(keys) <= FIRST_AT_ONCE
+            value, partition = bytes(1_000_000), PartitionId(0)
+            items: list[Item | None] = [
+                Item(key, value, Cas(1), 0, 0, SeqNo(1), partition, HistoryId(1)) for key in keys
+            ]
+            return [*items[:-1], None]
+
+    monkeypatch.setattr(index_reader, "IndexClient", Indexer)
+    monkeypatch.setattr(index_reader, "BucketDriverClient", lambda _: LargeItems(1))
+    options = ReadOptions.parse({"url": "upr://h/b", "index": "a/b", "indexer": "http://h"})
+    batches = list(IndexReader(options, default_schema(options)).read(InputPartition(0)))
+    keys = [key for batch in batches for key in batch.column("key").to_pylist()]
+    index_keys = [key for batch in batches for key in batch.column("index_key").to_pylist()]
+    assert len(keys) == 50 - len(batches), "one of each part is gone"
+    assert [f"[{key.decode()[1:]}]" for key in keys] == index_keys

@@ -21,13 +21,14 @@ from upr_protocol.errors import BrokenError, UprError
 from upr_protocol.spark.driver_client import BucketDriverClient
 from upr_protocol.spark.errors import OptionError, PipelineError, as_pipeline_error, sentence_first
 from upr_protocol.spark.index_query import IndexQuery
+from upr_protocol.spark.item_lookup import ItemLookup
 from upr_protocol.spark.json_values import parser_of
 from upr_protocol.spark.read_options import ReadOptions
 from upr_protocol.spark.record_batches import record_batch_of
 from upr_protocol.spark.schema import INDEX_COLUMNS, UNPARSED, check_schema
 
 ENTRIES_AT_ONCE: Final = 1000
-"""So many items are asked for together."""
+"""So many entries are asked for together."""
 
 
 def document_key(entry: IndexEntry) -> bytes:
@@ -82,7 +83,7 @@ class IndexReader(DataSourceReader):
             try:
                 entries = _entries(query, self._options, rows)
                 while next_entries := list(islice(entries, ENTRIES_AT_ONCE)):
-                    yield rows.of(next_entries)
+                    yield from rows.batches(next_entries)
             except IndexerError as error:
                 raise PipelineError("UPR_INDEX", f"{query.indexer}: {error}") from error
             except BrokenError as error:
@@ -148,6 +149,7 @@ class _Rows:
         self._schema = to_arrow_schema(schema, timezone="UTC")
         self._address = options.address
         self._driver = BucketDriverClient(options)
+        self._lookup = ItemLookup(self._driver)
         self.has_items = not set(schema.fieldNames()) <= _OF_ENTRY.keys()
         self._parser = parser_of(schema)
 
@@ -176,17 +178,21 @@ class _Rows:
                 f"{self._address}: correct the option indexer or url"
             )
 
-    def of(self, entries: Sequence[IndexEntry]) -> pa.RecordBatch:
+    def batches(self, entries: Sequence[IndexEntry]) -> Iterator[pa.RecordBatch]:
         """Their rows, without those whose item is gone meanwhile."""
-        items: list[Item] = []
-        if self.has_items:
-            looked_up = self._driver.get_items([document_key(entry) for entry in entries])
+        if not self.has_items:
+            yield self._batch(entries, [])
+            return
+        remaining = iter(entries)
+        for items in self._lookup.parts([document_key(entry) for entry in entries]):
             pairs = [
                 (entry, item)
-                for entry, item in zip(entries, looked_up, strict=True)
+                for entry, item in zip(islice(remaining, len(items)), items, strict=True)
                 if item is not None
             ]
-            entries, items = [entry for entry, _ in pairs], [item for _, item in pairs]
+            yield self._batch([entry for entry, _ in pairs], [item for _, item in pairs])
+
+    def _batch(self, entries: Sequence[IndexEntry], items: Sequence[Item]) -> pa.RecordBatch:
         columns: dict[str, pa.Array] = {}
         for field in self._schema:
             name, kind = field.name, field.type

@@ -4,6 +4,7 @@ names."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from itertools import chain
 from typing import Final
 
 import pyarrow as pa
@@ -14,11 +15,11 @@ from pyspark.sql.pandas.types import to_arrow_schema
 from pyspark.sql.streaming.query import StreamingQuery
 from pyspark.sql.types import BooleanType, DataType, LongType, StructField, StructType
 
-from upr_protocol.client import Item
 from upr_protocol.client.options import new_lease_id
 from upr_protocol.limits import KEY_BYTES_MAX
 from upr_protocol.spark.driver_client import BucketDriverClient
 from upr_protocol.spark.errors import OptionError
+from upr_protocol.spark.item_lookup import ItemLookup
 from upr_protocol.spark.json_values import ValueParser
 from upr_protocol.spark.leased_source import LeasedDataSource, leased_options
 from upr_protocol.spark.options import connection_options
@@ -40,9 +41,6 @@ from upr_protocol.spark.source import UprDataSource
 
 INNER: Final = "inner"
 LEFT: Final = "left"
-
-LOOKED_UP_AT_ONCE: Final = 1000
-"""So many keys are asked for together."""
 
 _CAN_BE_KEY: Final = f"octet_length(key) BETWEEN 1 AND {KEY_BYTES_MAX}"
 """What else an item names, or nothing, is the key of no item. No server looks it up."""
@@ -299,12 +297,12 @@ def _lookup(
         value_type = kinds.field("value").type
         parser = ValueParser(schema["value"].dataType) if pa.types.is_struct(value_type) else None
         client = BucketDriverClient(options)
+        item_lookup = ItemLookup(client)
         try:
-            for keys in columns:
-                texts = keys.to_pylist()
-                items: list[Item | None] = []
-                for start in range(0, len(texts), LOOKED_UP_AT_ONCE):
-                    items += client.get_items(texts[start : start + LOOKED_UP_AT_ONCE])
+            # Spark counts the rows of all arrays, and not of each.
+            for items in chain.from_iterable(
+                item_lookup.parts(keys.to_pylist()) for keys in columns
+            ):
                 values = pa.array([item and item.value for item in items], pa.binary())
                 if parser is None:
                     values = column_as("value", values, value_type)
