@@ -100,7 +100,23 @@ def test_a_sample_is_taken_though_a_crash_undoes_the_newest_values(
                 thread.call(lambda: partition.fail_over(99, 15))
 
         monkeypatch.setattr(value_sample, "BucketDriverClient", FailingDriver)
-        assert len(value_sample.sample([options])) == 15
+        assert len(list(value_sample.sample([options]))) == 15
+
+
+def test_the_values_of_a_sample_are_not_held_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They may be longer than memory."""
+    numbers: list[int] = []
+
+    def newest_values(_options: ReadOptions, count: int) -> Iterator[bytes]:
+        for number in range(count):
+            numbers.append(number)
+            yield b"%d" % number
+
+    monkeypatch.setattr(value_sample, "_newest_values", newest_values)
+    options = ReadOptions.parse({"url": "upr://h/b", "inferSample": "10", "valueSchema": "infer"})
+    values = value_sample.sample([options, options])
+    assert (next(values), numbers) == (b"0", [0])
+    assert len(list(values)) == 9
 
 
 def test_a_batch_read_again_after_a_crash_has_the_same_histories() -> None:

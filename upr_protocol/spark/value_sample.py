@@ -44,9 +44,10 @@ def inferred_schema(options: ReadOptions) -> StructType:
     return schema_with_fields(options, struct)
 
 
-def sample(buckets: Sequence[ReadOptions]) -> list[bytes]:
+def sample(buckets: Sequence[ReadOptions]) -> Iterator[bytes]:
     """The values of `infer_sample` of the newest changes, the buckets together, or fewer; of those
-    that a read of these options has, without regard to its bounds.
+    that a read of these options has, without regard to its bounds. All together they may be longer
+    than memory.
 
     Args:
         buckets: The options of each bucket.
@@ -54,11 +55,12 @@ def sample(buckets: Sequence[ReadOptions]) -> list[bytes]:
     Raises:
         PipelineError: The server cannot be asked.
     """
-    values: list[bytes] = []
+    count = 0
     for index, options in enumerate(buckets):
-        share = (options.infer_sample - len(values)) // (len(buckets) - index)
-        values += islice(_newest_values(options, share), share)
-    return values
+        share = (options.infer_sample - count) // (len(buckets) - index)
+        for value in islice(_newest_values(options, share), share):
+            count += 1
+            yield value
 
 
 def _newest_values(options: ReadOptions, count: int) -> Iterator[bytes]:

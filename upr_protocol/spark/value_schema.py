@@ -47,10 +47,8 @@ def struct_of(values: Iterable[bytes]) -> StructType | None:
     Returns:
         The struct; None if no value is an object with a field that can be a column.
     """
-    kinds = [_kind_of(value) for value in map(_object_in, values) if value is not None]
-    if not kinds:
-        return None
-    struct = _without_unknown(reduce(_common_type, kinds))
+    kinds = (_kind_of(value) for value in map(_object_in, values) if value is not None)
+    struct = _without_unknown(reduce(_common_type, kinds, _UNKNOWN))
     return struct if isinstance(struct, StructType) else None
 
 
