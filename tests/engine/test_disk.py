@@ -835,6 +835,16 @@ def test_an_older_version_that_was_found_is_not_used() -> None:
     assert item.value == b"7"
 
 
+def test_a_partition_that_begins_again_forgets_keys_up_to_the_number_of_the_last_sweep() -> None:
+    """It has undone everything, and the index has come to the same number again."""
+    partition = new_partition()
+    for _ in range(2):
+        put(partition, b"k")
+        stored(partition, NaiveDisk(), evict=True)
+        assert not len(partition.table)
+        partition.truncate(SeqNo(0))
+
+
 def test_a_pin_is_broken_when_the_partition_begins_again() -> None:
     partition = new_partition()
     put(partition, b"k")

@@ -79,7 +79,7 @@ class KeyEviction:
         self.restored_seq = seq
         self.has_evicted = seq > 0
         self._sweep_left = self._tombstones_left = 0
-        self._tombstones_through = _NEVER
+        self._sweep_through = self._tombstones_through = _NEVER
 
     @property
     def is_index_ready(self) -> bool:
