@@ -8,7 +8,11 @@ from upr_protocol.chunk import Chunk, Mutation
 from upr_protocol.errors import RemoteProtocolError
 from upr_protocol.failover import FailoverLog, PartialSnapshot, Position
 from upr_protocol.ids import Cas, HistoryId, Operation, SeqNo
-from upr_server.replication.received_snapshots import ANSWER_OVERHEAD_BYTES, ReceivedSnapshots
+from upr_server.replication.received_snapshots import (
+    ANSWER_OVERHEAD_BYTES,
+    STORED_SEQ_MAX,
+    ReceivedSnapshots,
+)
 
 HISTORY = HistoryId(7)
 LOG = FailoverLog.of_pairs([(7, 0)])
@@ -114,6 +118,15 @@ def test_a_source_that_skips_or_shortens_is_refused() -> None:
         snapshots.add_chunk(chunk(4, 5))
     with pytest.raises(RemoteProtocolError, match="ends at 10, but 2"):
         snapshots.end_snapshot(SeqNo(10))
+
+
+def test_a_number_that_cannot_be_indexed_is_refused() -> None:
+    """Stored, it would stop the replica as soon as it was indexed, and again after each start."""
+    snapshots = ReceivedSnapshots(LOG, SeqNo(STORED_SEQ_MAX - 1), Cas(0))
+    snapshots.begin_snapshot(HISTORY, SeqNo(STORED_SEQ_MAX + 1), SeqNo(0))
+    snapshots.add_chunk(chunk(STORED_SEQ_MAX))
+    with pytest.raises(RemoteProtocolError, match="highest sequence number that can be stored"):
+        snapshots.add_chunk(chunk(STORED_SEQ_MAX + 1))
 
 
 def test_a_rollback_drops_the_chunk_that_waits_for_its_end() -> None:

@@ -418,6 +418,22 @@ def test_the_purge_number_is_reported_even_if_the_index_fails(
     assert purge_seqs == [partition.purge_seq for partition in bucket.log.load().partitions]
 
 
+def test_a_number_that_the_index_has_no_bits_for_concerns_its_partition_alone(
+    bucket: BucketStorage,
+) -> None:
+    """A replica may have got it from another node, before it refused such numbers."""
+    seq = 1 << 63
+    for partition, end in ((0, seq), (1, 1)):
+        chunk = chunk_of([row(Operation.SET, b"k", end, 1)], 0, end)
+        bucket.commit([PartitionWrite(partition, record_of(end), [chunk])])
+    step = bucket.maintain(urgent=True, leases=(), purge_before_cas=NEVER)
+    assert (step.partition, step.is_stuck) == (0, True)
+    assert "63 bits" in step.damage
+    while bucket.maintain(urgent=True, leases=(), purge_before_cas=NEVER).has_more:
+        pass
+    assert bucket.index.watermark(1).seq == 1
+
+
 def test_a_chunk_may_be_larger_than_a_step_of_compaction(
     bucket: BucketStorage, monkeypatch: pytest.MonkeyPatch
 ) -> None:

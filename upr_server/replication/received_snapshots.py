@@ -19,6 +19,9 @@ PublisherAnswer = tuple[bytes, int, SeqNo, bytes]
 ANSWER_OVERHEAD_BYTES: Final = 240
 """What a received answer takes in memory beside its own bytes, about."""
 
+STORED_SEQ_MAX: Final = (1 << 63) - 1
+"""The key index has 63 bits for a sequence number."""
+
 
 class ReceivedWrite(msgspec.Struct, frozen=True):
     """What goes to disk in one commit.
@@ -120,11 +123,16 @@ class ReceivedSnapshots:
         """A part of the snapshot came.
 
         Raises:
-            RemoteProtocolError: It does not follow what was received.
+            RemoteProtocolError: It does not follow what was received, or cannot be stored.
         """
         if chunk.start != self.received_seq:
             raise RemoteProtocolError(
                 f"the chunk ({chunk.start}, {chunk.end}] does not follow {self.received_seq}"
+            )
+        if chunk.end > STORED_SEQ_MAX:
+            raise RemoteProtocolError(
+                f"the chunk ({chunk.start}, {chunk.end}] ends above {STORED_SEQ_MAX}, the highest "
+                "sequence number that can be stored"
             )
         self._chunks.append(chunk)
         self.nbytes += chunk.nbytes

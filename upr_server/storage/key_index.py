@@ -607,12 +607,14 @@ def _entries(
     """What `index_entries` returns for chunks of a partition.
 
     Raises:
-        CorruptionError: The keys of a chunk are damaged.
+        CorruptionError: The keys of a chunk are damaged, or its numbers.
     """
     try:
         return index_entries([chunk.encode() for chunk in chunks], index_entry_key(partition, b""))
-    except ChunkDefectError as error:
-        raise CorruptionError(f"keys of partition {partition} cannot be read: {error}") from error
+    except (ChunkDefectError, OverflowError) as error:
+        raise CorruptionError(
+            f"keys or numbers of partition {partition} cannot be read: {error}"
+        ) from error
 
 
 def _expiring(partition: int, entries: Iterable[tuple[bytes, bytes]]) -> list[tuple[bytes, Buffer]]:
