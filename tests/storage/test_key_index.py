@@ -156,6 +156,16 @@ def test_an_item_expires_once_and_not_when_it_was_overwritten(logged_index: Logg
     assert [(item.key, item.expiry) for item in due] == [(b"c", 70), (b"a", 90)]
 
 
+def test_a_clock_behind_the_highest_expiry_time_finds_what_has_expired(
+    logged_index: LoggedIndex,
+) -> None:
+    """A number of 32 bits does not hold it."""
+    logged_index.commit(sets(b"a", expiry=70))
+    logged_index.follow()
+    due, _ = logged_index.index.find_expired(1 << 33, b"", 10)
+    assert [item.key for item in due] == [b"a"]
+
+
 def test_a_tombstone_does_not_expire_even_with_an_expiry(logged_index: LoggedIndex) -> None:
     rows = sets(b"a", expiry=70)
     logged_index.commit([*rows, Mutation(Operation.DELETE, b"a", seq=SeqNo(2), expiry=80)])

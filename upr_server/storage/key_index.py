@@ -23,6 +23,7 @@ from upr_server.storage.errors import CorruptionError
 from upr_server.storage.ordered_map import OrderedMap, ReadTransaction, WriteTransaction
 from upr_server.storage.records import (
     EXPIRY,
+    EXPIRY_MAX,
     INDEX_ENTRY_KEY_PREFIX,
     KEY,
     WATERMARK,
@@ -435,7 +436,8 @@ class KeyIndex:
         """
         items: list[ExpiredItem] = []
         damaged_through: dict[int, SeqNo] = {}
-        last_key = expiry_key(now, 0xFFFF, (1 << 64) - 1)
+        # The clock may be wrong.
+        last_key = expiry_key(min(now, EXPIRY_MAX), 0xFFFF, (1 << 64) - 1)
         with self.ordered_map.read() as transaction:
             entries = transaction.scan(after + b"\0" if after else EXPIRY, last_key)
             # What is left out counts too: it stays in the index, and there may be much of it.
