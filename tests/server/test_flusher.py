@@ -16,7 +16,7 @@ from trio.testing import MockClock
 
 from tests.engine.helpers import cursor_at, new_bucket, put
 from tests.kit.answer_rows import unpack_rows
-from upr_protocol.ids import PartitionId, SeqNo
+from upr_protocol.ids import PartitionId, PartitionState, SeqNo
 from upr_server.engine import Bucket, Partition
 from upr_server.engine.publisher_answers import (
     ANSWERS_BYTES_MAX,
@@ -613,6 +613,26 @@ async def test_commits_wait_for_an_index_that_can_move(
         flusher.set_index_can_move(True)
         await trio.sleep(1.0)
         assert second.manager.persistence.committed_seq == 3
+
+
+async def test_commits_do_not_wait_for_the_index_of_what_a_replica_loads(
+    autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another node's data comes as fast as the disk takes it, for minutes."""
+    monkeypatch.setattr(flusher_module, "UNINDEXED_MAX", 5)
+    async with running(partitions=2) as run:
+        first, second = run.bucket.partitions
+        first.change_state(PartitionState.REPLICA, first.failover_log)
+        first.restart_at(SeqNo(1000))
+        assert run.flusher.unindexed_count() == 1000
+        put(second, b"k")
+        await trio.sleep(1.0)
+        assert second.manager.persistence.committed_seq == 1
+        # Once it is active, its own changes fill its memory until they are indexed.
+        first.change_state(PartitionState.ACTIVE, first.failover_log)
+        put(second, b"k")
+        await trio.sleep(1.0)
+        assert second.manager.persistence.committed_seq == 1
 
 
 async def test_a_stop_writes_everything_at_once_however_far_behind_the_index_is(

@@ -28,7 +28,7 @@ import trio
 
 from upr_protocol.chunk import Chunk
 from upr_protocol.concurrency import Notifier
-from upr_protocol.ids import PartitionId, SeqNo
+from upr_protocol.ids import PartitionId, PartitionState, SeqNo
 from upr_server.engine import Bucket, Partition, SnapshotEndItem
 from upr_server.storage.api import Store
 from upr_server.storage.calls import Commit
@@ -48,9 +48,10 @@ COMMIT_BYTES_MAX: Final = 2 * COMMIT_BYTES
 by answers to publishers."""
 
 UNINDEXED_MAX: Final = 512 * 1024
-"""Mutations that may be on disk and not yet in the index. Beyond it commits wait. Then memory fills
-and publishers slow down, and what is overwritten meanwhile need not be written. Else the index, and
-compaction, which needs it, would fall behind for as long as the load lasts."""
+"""Mutations that may be on disk and not yet in the index, without those of replicas. Beyond it
+commits wait. Then memory fills and publishers slow down, and what is overwritten meanwhile need not
+be written. Else the index, and compaction, which needs it, would fall behind for as long as the
+load lasts."""
 
 FULL_DISK_RETRY_S: Final = 1.0
 """How long to wait before a retry while the disk is full."""
@@ -246,17 +247,19 @@ class Flusher:
             lambda: (
                 not self._index_can_move
                 or self._is_stopping
-                or self.unindexed_count() <= UNINDEXED_MAX + self.left_unindexed
+                # Replicas wait for no index: what they load must not hold up publishers here.
+                or self.unindexed_count(of_replicas=False) <= UNINDEXED_MAX + self.left_unindexed
             )
         )
 
-    def unindexed_count(self) -> int:
-        """How many mutations are on disk and not yet in the index, without the partitions whose
-        index is stuck. O(partitions)."""
+    def unindexed_count(self, *, of_replicas: bool = True) -> int:
+        """How many mutations are on disk and not yet in the index, those of replicas if
+        `of_replicas`, without the partitions whose index is stuck. O(partitions)."""
         return sum(
             partition.manager.persistence.committed_seq - partition.eviction.indexed_seq
             for partition in self._bucket.partitions
             if partition.id not in self._stuck_partitions
+            and (of_replicas or partition.state is not PartitionState.REPLICA)
         )
 
     def set_index_stuck(self, partition: PartitionId, is_stuck: bool) -> None:
