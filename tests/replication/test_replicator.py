@@ -330,6 +330,35 @@ async def test_a_node_whose_disk_is_full_can_give_its_copies_up(autojump_clock: 
     async with replica() as follower:
         await follower.receive(b"1")
         await follower.persist()
+async def test_a_stop_on_a_full_disk_tells_what_a_map_under_way_has_dropped(
+    autojump_clock: MockClock,
+) -> None:
+    """The map, which waits for a commit, is refused; and the replication has ended by then."""
+    followers: list[Replica] = []
+    fenced = Assignment(replicas={"a": "", "b": ""}, lost_active="a")
+
+    async def be_refused(follower: Replica) -> None:
+        with pytest.raises(DiskFullError):
+            await follower.assign(fenced)
+
+    async def live_and_stop(nursery: trio.Nursery) -> None:
+        async with replica() as follower:
+            followers.append(follower)
+            await follower.receive(b"1")
+            await follower.persist()
+            follower.store.is_full = True
+            follower.store.commit_s = 5.0
+            await follower.receive(b"2")
+            nursery.start_soon(be_refused, follower)
+            await trio.sleep(1.0)
+
+    with pytest.RaisesGroup(DiskFullError, flatten_subgroups=True):
+        async with trio.open_nursery() as nursery:
+            await live_and_stop(nursery)
+    (follower,) = followers
+    assert _unsaved_mutations([follower.server]) == {BUCKET: 1}
+
+
         map_before = follower.cluster.map
         follower.store.is_full = True
         await follower.receive(b"2")

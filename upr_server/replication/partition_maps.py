@@ -214,6 +214,9 @@ class PartitionMaps:
                     await clustered_bucket.replicators.stop_all_but({})
                 except DiskFullError as error:
                     failure = error
+            if clustered_bucket.replicators.dropped_mutations and failure is None:
+                # A map that was being applied as the stop came has ended the replicators.
+                failure = DiskFullError("changes that replicas had received found no room")
         if failure is not None:
             raise failure
 
