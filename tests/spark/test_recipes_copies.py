@@ -39,9 +39,10 @@ from upr_protocol.spark.recipes import (
     restore,
     snapshot,
 )
+from upr_protocol.spark.recipes import folder as folder_module
 from upr_protocol.spark.recipes.backup import _starts
 from upr_protocol.spark.recipes.cut import PinnedCut, check_cut, options_of_cut, pin_cut
-from upr_protocol.spark.recipes.folder import locked_folder, plain_path
+from upr_protocol.spark.recipes.folder import locked_folder, make_folder, plain_path
 
 NewBucket = Callable[..., str]
 
@@ -163,6 +164,20 @@ def test_what_cannot_be_a_snapshot(
 
 
 # Backups.
+
+
+def test_a_new_folder_survives_a_crash_with_those_above_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A finished increment is there then, and its name must be, too."""
+    synced: list[Path] = []
+    monkeypatch.setattr(folder_module, "sync_path", synced.append)
+    with locked_folder(tmp_path / "backups" / "bucket"):
+        assert set(synced) == {tmp_path, tmp_path / "backups"}
+        synced.clear()
+        for _ in range(2):
+            make_folder(tmp_path / "backups" / "bucket" / "000000")
+        assert synced == [tmp_path / "backups" / "bucket"]
 
 
 def test_increments_restore_each_state(

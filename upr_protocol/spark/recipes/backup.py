@@ -17,6 +17,7 @@ from upr_protocol.spark.recipes.cut import Infos, consistent_cut
 from upr_protocol.spark.recipes.failure import plain_errors
 from upr_protocol.spark.recipes.folder import (
     locked_folder,
+    make_folder,
     paths_in_folder,
     plain_path,
     remove_paths,
@@ -85,7 +86,7 @@ def backup(
 
         with consistent_cut(spark, url, options or {}, starts_of) as cut:
             into = increment_folder(folder, index)
-            into.mkdir(exist_ok=True)
+            make_folder(into)
             remove_paths(paths_in_folder(into))
             on_progress(f"increment {index}: {_numbers(cut.starts, cut.ends)} numbers to read")
             cut.changes.write.parquet(str(into / DATA_FOLDER))

@@ -50,7 +50,7 @@ def locked_folder(folder: Path) -> Iterator[None]:
     Raises:
         PipelineError: Another is at work in it.
     """
-    folder.mkdir(parents=True, exist_ok=True)
+    make_folder(folder)
     with (folder / LOCK).open("ab") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -59,6 +59,14 @@ def locked_folder(folder: Path) -> Iterator[None]:
                 "UPR_FOLDER", f"{folder}: another process is at work in it; wait until it is done"
             ) from None
         yield
+
+
+def make_folder(folder: Path) -> None:
+    """Makes a folder, and those above it that are missing, so that they survive a crash."""
+    missing_folders = [path for path in (folder, *folder.parents) if not path.exists()]
+    folder.mkdir(parents=True, exist_ok=True)
+    for path in missing_folders:
+        sync_path(path.parent)
 
 
 def paths_in_folder(folder: Path) -> list[Path]:
