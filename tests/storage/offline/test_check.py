@@ -339,6 +339,37 @@ def test_a_dump_ends_before_the_part_of_a_snapshot_that_a_replica_has(
     assert dump()[: len(lines)] == lines
 
 
+def test_a_replica_that_was_stopped_while_it_copied_a_partition_is_sound(data: Path) -> None:
+    """The active node has removed deletions beyond what has come so far."""
+    folder = data / "buckets" / BUCKET
+    storage = BucketStorage(
+        LmdbOrderedMap(folder / "log", bytes_max=1 << 30, is_summed=True),
+        LmdbOrderedMap(folder / "index", bytes_max=1 << 30),
+    )
+    storage.open()
+    storage.empty_partition(0, PartitionRecord(PartitionState.REPLICA, (), SeqNo(0), 0))
+    partial = PartialRecord(HistoryId(7), SeqNo(0), SeqNo(9), SeqNo(1))
+    record = PartitionRecord(PartitionState.REPLICA, ((7, 0),), SeqNo(0), 1, partial)
+    chunk = chunk_of([row(Operation.SET, key_of(0), 1, 1)], 0, 1)
+    storage.commit([PartitionWrite(0, record, [chunk], purge_seq=SeqNo(5))])
+    storage.close()
+    assert problems_in(data) == []
+
+
+def test_a_copy_that_was_given_up_before_data_of_its_newest_history_came_is_sound(
+    data: Path,
+) -> None:
+    """A replica has the source's failover log on disk first, and keeps it when a map makes it
+    dead."""
+    folder = data / "buckets" / BUCKET / "log"
+    log = ChunkLog(LmdbOrderedMap(folder, bytes_max=1 << 30, is_summed=True))
+    high = log.high_seq(0)
+    pairs = ((8, high + 3), (7, 0))
+    log.start_serving([(0, PartitionRecord(PartitionState.DEAD, pairs, high, 1))])
+    log.ordered_map.close()
+    assert problems_in(data) == []
+
+
 def test_a_partition_record_below_the_log_is_noticed(data: Path) -> None:
     def lower(transaction: WriteTransaction) -> None:
         key = partition_key(PARTITION, 2)

@@ -42,6 +42,9 @@ from upr_server.storage.records import (
 
 _PROGRESS_BYTES: Final = 8 * 1024 * 1024
 
+_RECEIVED_STATES: Final = (PartitionState.REPLICA, PartitionState.DEAD)
+"""What there is of such a partition came from another node, or may have."""
+
 
 def check_records(log: LmdbOrderedMap, bucket: str) -> Iterator[Report]:
     """Checks every record of a log except the contents of its chunks.
@@ -55,7 +58,7 @@ def check_records(log: LmdbOrderedMap, bucket: str) -> Iterator[Report]:
     except StorageError as error:
         yield Damage(str(error))
     with log.read() as transaction:
-        partition_count, highs = PARTITIONS_END, dict[int, int]()
+        partition_count, records = PARTITIONS_END, dict[int, PartitionRecord]()
         try:
             record = read_bucket_record(transaction)
         except StorageError as error:
@@ -66,10 +69,10 @@ def check_records(log: LmdbOrderedMap, bucket: str) -> Iterator[Report]:
                 yield Damage(f"its record is that of the bucket {record.name}")
             for partition in range(partition_count):
                 try:
-                    highs[partition] = _check_partition_record(transaction, partition)
+                    records[partition] = _check_partition_record(transaction, partition)
                 except (StorageError, ValueError) as error:
                     yield Damage(str(error), partition)
-        check = _RecordCheck(partition_count, highs)
+        check = _RecordCheck(partition_count, records)
         yield from walk_map(transaction, log.count(), "log", check)
 
 
@@ -86,18 +89,18 @@ def read_partition_record(transaction: ReadTransaction, partition: int) -> Parti
     return parse_record(key, stored_value, PartitionRecord)
 
 
-def _check_partition_record(transaction: ReadTransaction, partition: int) -> int:
-    """Returns the high number. Raises `ValueError` if the record contradicts itself."""
+def _check_partition_record(transaction: ReadTransaction, partition: int) -> PartitionRecord:
+    """Returns the record. Raises `ValueError` if it contradicts itself."""
     record = read_partition_record(transaction, partition)
     log = FailoverLog.of_pairs(record.failover_log)
     partial = record.partial
     if partial is not None and not record.high < partial.received_seq <= partial.end:
         raise ValueError(f"it cannot have {partial} after {record.high}")
-    # A replica knows its master's log before it has the data that the log tells of.
-    is_replica = record.state == PartitionState.REPLICA
-    if log.entries and log.entries[0].seq > record.high and not is_replica:
+    # A replica knows its source's log before it has the data that the log tells of.
+    is_received = record.state in _RECEIVED_STATES
+    if log.entries and log.entries[0].seq > record.high and not is_received:
         raise ValueError(f"a history begins at {log.entries[0].seq}, above {record.high}")
-    return record.high
+    return record
 
 
 class _RecordCheck:
@@ -105,12 +108,12 @@ class _RecordCheck:
 
     Args:
         partition_count: How many partitions the bucket has.
-        highs: The high number of each partition whose record is good.
+        records: The record of each partition, if it is good.
     """
 
-    def __init__(self, partition_count: int, highs: dict[int, int]) -> None:
+    def __init__(self, partition_count: int, records: dict[int, PartitionRecord]) -> None:
         self._partition_count = partition_count
-        self._highs = highs
+        self._records = records
         self._checks: dict[bytes, Callable[[bytes, Buffer], None]] = {
             CHUNK: self._check_chunk_key,
             CLEAN_STOP: self._check_clean_stop,
@@ -158,15 +161,24 @@ class _RecordCheck:
             raise ValueError(f"it is the lease {lease.lease_id}")
         for partition, start, end in lease.ranges if lease.is_whole else ():
             self._check_partition(partition)
-            if not start <= end <= self._highs.get(partition, SEQS_END):
+            if not start <= end <= self._high(partition):
                 raise ValueError(f"it leases ({start}, {end}] of partition {partition}")
 
     def _check_dropped(self, key: bytes, value: Buffer) -> None:
         through = parse_record(key, value, SeqNo)
         self._check_partition_key(key, value)
-        if through > self._highs.get(int.from_bytes(key[1:]), SEQS_END):
+        partition = int.from_bytes(key[1:])
+        record = self._records.get(partition)
+        if key[:1] == PURGE and record is not None and record.state in _RECEIVED_STATES:
+            # The number is the source's, and what lies below it may not have come.
+            return
+        if through > self._high(partition):
             subject = "tombstones" if key[:1] == PURGE else "superseded mutations"
             raise ValueError(f"it says that {subject} are dropped up to {through}, above the high")
+
+    def _high(self, partition: int) -> int:
+        record = self._records.get(partition)
+        return SEQS_END if record is None else record.high
 
     def _check_clean_stop(self, key: bytes, value: Buffer) -> None:
         if key != CLEAN_STOP or without_checksum(key, value):
