@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, Final
 
 from tests.kernel.builds import BUILDS, Outcome, outcome
+from tests.kit.answer_rows import unpack_rows
 
 LIMITS: Final = (4, 60, 4, 140, 7, 10, 5, 6)
 WRITERS: Final = [bytes([number]) * 16 for number in range(5)]
@@ -66,12 +67,25 @@ class SeveralAnswers:
         if counter >= 0 and self.each("answer_to", writer, counter)[1][0] is not None:
             self.each("note_applied", writer, counter, applied)
 
-    def truncate(self, back: int) -> None:
-        """The newest numbers are undone."""
+    def truncate(self, back: int, piece: int) -> None:
+        """The newest numbers are undone, in pieces."""
         seq = max(0, self.high - back)
-        tokens = self.each("tokens_above", seq)
-        assert self.each("truncate", seq) == tokens
+        undone_tokens: set[tuple[bytes, int]] = set()
+        place = -1
+        while place:
+            rows, place = self.each("rows_above", seq, max(place, 0), piece)[1]
+            undone_tokens |= unpack_rows(rows).keys()
+        tokens_before = self.remembered_tokens()
+        while self.each("truncate", seq, piece)[1]:
+            pass
+        tokens = self.remembered_tokens()
+        assert tokens_before - tokens == tokens_before & undone_tokens
         self.high = max(seq, 1)
+
+    def remembered_tokens(self) -> set[tuple[bytes, int]]:
+        """The batches that have an answer."""
+        rows = self.each("between", 0, 1 << 40, 1 << 40)[1]
+        return {(writer, counter) for writer, counter, _, _ in rows}
 
     def ask(self, writer: bytes, counter: int, attempt: int) -> None:
         """Every question about a token."""
@@ -92,7 +106,7 @@ class SeveralAnswers:
         elif action < 0xC0:
             self.each("take_unsaved", max(0, self.high - amount % 16), writer_number)
         elif action < 0xD0:
-            self.truncate(amount % 8)
+            self.truncate(amount % 8, 1 + writer_number % 5)
         elif action < 0xD8:
             self.each("track_unsaved")
         elif action < 0xE0:
@@ -111,5 +125,5 @@ class SeveralAnswers:
             answers.check_invariants()
         assert len({answers.nbytes for answers in self._builds}) == 1
         assert len({len(answers) for answers in self._builds}) == 1
-        self.each("between", 0, 1 << 40)
-        self.each("between", self.high - 1, self.high)
+        self.each("between", 0, 1 << 40, 1 << 40)
+        self.each("between", self.high - 1, self.high, 3)

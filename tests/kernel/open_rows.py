@@ -233,7 +233,7 @@ class Partitions:
                     rows.encoded(0, 5, True),
                     len(rows),
                     rows.table.entries(),
-                    rows.answers.between(0, 1 << 63),
+                    rows.answers.between(0, 1 << 63, 1 << 62),
                 )
                 for rows in partitions
             ]

@@ -129,7 +129,7 @@ def add(rows, counter, keys):
 def state(rows):
     numbers = rows.high, rows.last_cas, rows.live, rows.superseded, rows.added, rows.seqs()
     table, answers = rows.table, rows.answers
-    return numbers, bytes(rows.flags), table.entries(), table.items, answers.between(0, 1 << 62)
+    return numbers, bytes(rows.flags), table.entries(), table.items, answers.between(0, 1 << 62, 99)
 
 
 def add_without_memory(allowed):

@@ -29,7 +29,6 @@ from upr_protocol.wire import Message, StreamReply
 from upr_server.engine import Partition
 from upr_server.net.streamer import STEP_STREAMS
 from upr_server.replication.local_server import streams_ended
-from upr_server.storage.chunk_log import StoredAnswer
 from upr_server.storage.online.bucket_disk import BucketDisk
 from upr_server.storage.records import PartitionRecord
 
@@ -205,16 +204,16 @@ async def test_a_replica_that_rolls_back_leaves_no_stream_open(
                 disk: BucketDisk,
                 partition: PartitionId,
                 record: PartitionRecord,
-                tokens: Sequence[StoredAnswer],
+                answers: Sequence[bytes],
             ) -> list[int]:
                 had_ended.append(open_streams(group, "b").get(CONSUMER) != first)
                 # The consumer asks again in between, and waits.
                 await eventually(lambda: bool(waiting_requests(group, "b")), "it asked again")
-                return await truncate_disk(disk, partition, record, tokens)
+                return await truncate_disk(disk, partition, record, answers)
 
-            def truncate_noted(partition: Partition, seq: SeqNo) -> object:
+            def truncate_noted(partition: Partition, seq: SeqNo) -> None:
                 open_at_the_end.append(open_streams(group, "b"))
-                return truncate_memory(partition, seq)
+                truncate_memory(partition, seq)
 
             monkeypatch.setattr(ServerSession, "send", send_noted)
             monkeypatch.setattr(BucketDisk, "truncate", truncate_late)

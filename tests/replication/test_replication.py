@@ -13,6 +13,7 @@ import msgspec
 import pytest
 import trio
 
+from tests.kit.answer_tokens import tokens_above
 from tests.kit.cluster import BUCKET, TestCluster, cluster, enumerate_partitions
 from tests.kit.effort import effort
 from tests.kit.process import eventually
@@ -909,12 +910,5 @@ async def test_answers_that_were_restored_are_not_all_forgotten_by_an_undo() -> 
         await group.start("c")
         copy = group.nodes["c"].held[0]
         assert len(copy.repeated_batches.answers.answers_between(SeqNo(0), copy.high_seq)) == 20
-        assert [
-            token.counter for token in copy.repeated_batches.answers.tokens_above(SeqNo(15))
-        ] == [
-            16,
-            17,
-            18,
-            19,
-            20,
-        ]
+        tokens = tokens_above(copy.repeated_batches.answers, 15)
+        assert [token.counter for token in tokens] == [16, 17, 18, 19, 20]

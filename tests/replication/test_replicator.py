@@ -13,6 +13,7 @@ import pytest
 import trio
 from trio.testing import MockClock
 
+from tests.kit.answer_rows import unpack_rows
 from tests.kit.fake_cluster import FakeCluster
 from tests.kit.fake_server import BUCKET, FakeServer
 from tests.kit.placed_keys import key_in
@@ -88,6 +89,7 @@ class Store(SimulatedStore):
         commit_s: How long a commit takes.
         on_index_deletion: Called when index entries are to be deleted, which takes a second.
         urgent_steps: Of each step of maintenance, whether it was to index however little.
+        truncations: The truncations so far.
     """
 
     def __init__(self) -> None:
@@ -98,6 +100,7 @@ class Store(SimulatedStore):
         self.commit_s = 0.0
         self.on_index_deletion: Callable[[], None] = lambda: None
         self.urgent_steps: list[bool] = []
+        self.truncations: list[Truncate] = []
 
     async def wait(self, call: StoreCall[Any]) -> None:
         await super().wait(call)
@@ -110,8 +113,9 @@ class Store(SimulatedStore):
         elif isinstance(call, DeleteIndexEntries):
             self.on_index_deletion()
             await trio.sleep(1.0)
-        elif isinstance(call, Truncate) and self.fills_up:
-            self.is_full = True
+        elif isinstance(call, Truncate):
+            self.truncations.append(call)
+            self.is_full = self.is_full or self.fills_up
         elif isinstance(call, Maintain):
             self.urgent_steps.append(call.urgent)
 
@@ -326,10 +330,6 @@ async def test_a_stop_on_a_full_disk_tells_what_it_drops(autojump_clock: MockClo
     assert stored_bucket.is_clean, "the disks were stopped, too"
 
 
-async def test_a_node_whose_disk_is_full_can_give_its_copies_up(autojump_clock: MockClock) -> None:
-    async with replica() as follower:
-        await follower.receive(b"1")
-        await follower.persist()
 async def test_a_stop_on_a_full_disk_tells_what_a_map_under_way_has_dropped(
     autojump_clock: MockClock,
 ) -> None:
@@ -359,6 +359,10 @@ async def test_a_stop_on_a_full_disk_tells_what_a_map_under_way_has_dropped(
     assert _unsaved_mutations([follower.server]) == {BUCKET: 1}
 
 
+async def test_a_node_whose_disk_is_full_can_give_its_copies_up(autojump_clock: MockClock) -> None:
+    async with replica() as follower:
+        await follower.receive(b"1")
+        await follower.persist()
         map_before = follower.cluster.map
         follower.store.is_full = True
         await follower.receive(b"2")
@@ -767,6 +771,32 @@ async def test_many_answers_to_publishers_are_taken_in_steps(autojump_clock: Moc
         answers = follower.partition.repeated_batches.answers
         assert len(answers.answers_between(0, 1)) == step_count * STEP_ANSWERS
         assert largest_step.added_count == STEP_ANSWERS
+
+
+async def test_many_answers_to_publishers_are_undone_in_steps(autojump_clock: MockClock) -> None:
+    """The source has lost everything. A partition may have 65,536 answers."""
+    step_count = 2
+    async with replica() as follower:
+        packed = pack_result(LOST)
+        follower.source.answers = tuple(
+            (writer.to_bytes(16), counter, 1, packed)
+            for writer in range(1, step_count * STEP_ANSWERS // BATCHES_MAX + 1)
+            for counter in range(BATCHES_MAX)
+        )
+        await follower.receive(b"1")
+        await follower.persist()
+        assert answers_of(follower) == step_count * STEP_ANSWERS
+        largest_step = LargestStep(lambda: -answers_of(follower))
+        trio.lowlevel.add_instrument(largest_step)
+        await follower.lose(0)
+        await eventually(lambda: not answers_of(follower), "they are undone")
+        trio.lowlevel.remove_instrument(largest_step)
+        assert largest_step.added_count == STEP_ANSWERS
+        (truncation,) = follower.store.truncations
+        row_counts = [len(unpack_rows(rows)) for rows in truncation.answers]
+        assert row_counts == [STEP_ANSWERS] * step_count
+        (stored,) = (await follower.store.ask(LoadBuckets())).buckets
+        assert not stored.partitions[PARTITION].tokens
 
 
 async def test_answers_to_publishers_of_many_partitions_are_taken_in_steps(

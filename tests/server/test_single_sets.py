@@ -14,6 +14,7 @@ import trio.testing
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.kit.answer_tokens import tokens_above
 from tests.kit.placed_keys import key_in
 from tests.server.test_backfill import INDEXED_S, Model
 from tests.server.test_connection import Peer, connected, make_server
@@ -104,7 +105,7 @@ def contents(partition: Partition) -> list[Any]:
     """What a partition holds, and which numbers it gave."""
     partition.manager.check_invariants()
     partition.repeated_batches.answers.check_invariants()
-    tokens = partition.repeated_batches.answers.tokens_above(SeqNo(0))
+    tokens = tokens_above(partition.repeated_batches.answers, 0)
     return [sorted(partition.table), partition.high_seq, partition.last_cas, tokens]
 
 

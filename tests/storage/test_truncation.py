@@ -229,7 +229,7 @@ def test_a_truncation_deletes_answers() -> None:
     tokens = [StoredAnswer(bytes(16), counter, b"answer") for counter in (1, 2)]
     rows = pack_rows((token.writer, token.counter, token.answer) for token in tokens)
     bucket.commit([PartitionWrite(PARTITION, record(0), answers=[rows])])
-    bucket.truncate(PARTITION, record(0), [StoredAnswer(bytes(16), 2, b"")])
+    bucket.truncate(PARTITION, record(0), [pack_rows([(bytes(16), 2, b"")])])
     assert bucket.log.load().partitions[PARTITION].tokens == tokens[:1]
 
 

@@ -719,8 +719,9 @@ newest(Answers *self, PyObject *object)
 static PyObject *
 between(Answers *self, PyObject *const *args, Py_ssize_t count)
 {
-    uint64_t start, end;
-    if (!takes("between", count, 2, 2) || !number_of(args[0], &start) || !number_of(args[1], &end))
+    uint64_t start, end, count_max, found = 0, last_high = 0;
+    if (!takes("between", count, 3, 3) || !number_of(args[0], &start) ||
+        !number_of(args[1], &end) || !number_of(args[2], &count_max))
         return NULL;
     PyObject *list = PyList_New(0);
     for (uint64_t at = bisect_order(self, start);
@@ -728,6 +729,10 @@ between(Answers *self, PyObject *const *args, Py_ssize_t count)
         const Answer *answer = self->order[at];
         if (answer->bytes == NULL || answer->is_forgotten)
             continue;
+        if (found && found >= count_max && answer->high != last_high)
+            break;
+        found++;
+        last_high = answer->high;
         PyObject *row = Py_BuildValue("y#KKO", (const char *)answer->writer,
                                       (Py_ssize_t)WRITER_BYTES, (unsigned long long)answer->counter,
                                       (unsigned long long)answer->high, answer->bytes);
@@ -748,21 +753,22 @@ track_unsaved(Answers *self, PyObject *Py_UNUSED(ignored))
 }
 
 static size_t
-row_bytes(const Answer *answer)
+row_bytes(PyObject *bytes)
 {
-    return ANSWER_ROW_BYTES + (answer->bytes == NULL ? 0 : (size_t)PyBytes_Size(answer->bytes));
+    return ANSWER_ROW_BYTES + (bytes == NULL ? 0 : (size_t)PyBytes_Size(bytes));
 }
 
-/* Writes the row of a change; returns what is behind it. */
+/* Writes the row of an answer that was remembered, or of one that was forgotten, without bytes;
+   returns what is behind it. */
 static uint8_t *
-write_row(uint8_t *row, const Answer *answer)
+write_row(uint8_t *row, const Answer *answer, PyObject *bytes)
 {
-    size_t length = row_bytes(answer) - ANSWER_ROW_BYTES;
+    size_t length = row_bytes(bytes) - ANSWER_ROW_BYTES;
     memcpy(row, answer->writer, WRITER_BYTES);
     store_u64(row + WRITER_BYTES, answer->counter);
     store_u32(row + ANSWER_ROW_BYTES - 4, (uint32_t)length);
     if (length)
-        memcpy(row + ANSWER_ROW_BYTES, PyBytes_AsString(answer->bytes), length);
+        memcpy(row + ANSWER_ROW_BYTES, PyBytes_AsString(bytes), length);
     return row + ANSWER_ROW_BYTES + length;
 }
 
@@ -776,7 +782,7 @@ take_unsaved(Answers *self, PyObject *const *args, Py_ssize_t count)
     Answer *behind = self->unsaved_first;
     size_t nbytes = 0;
     for (; behind != NULL && behind->high <= through && row_count < count_max; row_count++) {
-        nbytes += row_bytes(behind);
+        nbytes += row_bytes(behind->bytes);
         behind = behind->unsaved_behind;
     }
     PyObject *rows = PyBytes_FromStringAndSize(NULL, (Py_ssize_t)nbytes);
@@ -787,7 +793,7 @@ take_unsaved(Answers *self, PyObject *const *args, Py_ssize_t count)
     uint8_t *row = (uint8_t *)PyBytes_AsString(rows);
     while (self->unsaved_first != behind) {
         Answer *answer = self->unsaved_first;
-        row = write_row(row, answer);
+        row = write_row(row, answer, answer->bytes);
         self->nbytes -= self->unsaved_bytes;
         if (answer->is_forgotten) {
             self->nbytes -= answer->nbytes;
@@ -800,65 +806,42 @@ take_unsaved(Answers *self, PyObject *const *args, Py_ssize_t count)
 
 /* Truncating. */
 
-/* (writer, counter) of an answer is set in a dict, to None. */
+/* Whether the answer that is remembered of the same batch outlives a truncation to `seq`. */
 static bool
-note_token(PyObject *tokens, const Answer *answer)
+is_outlived(const Answers *self, const Answer *answer, uint64_t seq)
 {
-    PyObject *token = Py_BuildValue("y#K", (const char *)answer->writer, (Py_ssize_t)WRITER_BYTES,
-                                    (unsigned long long)answer->counter);
-    bool is_done = token != NULL && PyDict_SetItem(tokens, token, Py_None) == 0;
-    Py_XDECREF(token);
-    return is_done;
+    const Writer *writer = find_writer(self, answer->writer);
+    const Answer *remembered = writer == NULL ? NULL : find_answer(writer, answer->counter);
+    return remembered != NULL && outlives(remembered, seq);
 }
 
-/* Whether the token of an answer is in a dict; negative with an exception set. */
-static int
-has_token(PyObject *tokens, const Answer *answer)
+/* The first of the order above `seq`. */
+static uint64_t
+bisect_above(const Answers *self, uint64_t seq)
 {
-    PyObject *token = Py_BuildValue("y#K", (const char *)answer->writer, (Py_ssize_t)WRITER_BYTES,
-                                    (unsigned long long)answer->counter);
-    int result = token == NULL ? -1 : PyDict_Contains(tokens, token);
-    Py_XDECREF(token);
-    return result;
-}
-
-/* The tokens of answers above `seq` that outlive a truncation to it, as a dict. */
-static PyObject *
-outliving_tokens(const Answers *self, uint64_t first, uint64_t seq)
-{
-    PyObject *tokens = PyDict_New();
-    for (uint64_t at = first; tokens != NULL && at < self->order_count; at++)
-        if (outlives(self->order[at], seq) && !note_token(tokens, self->order[at]))
-            Py_CLEAR(tokens);
-    return tokens;
-}
-
-/* The tokens of the other answers above `seq`, in their order, as a list. */
-static PyObject *
-undone_tokens(const Answers *self, uint64_t first, PyObject *outliving)
-{
-    PyObject *tokens = PyDict_New();
-    for (uint64_t at = first; tokens != NULL && at < self->order_count; at++) {
-        int is_outliving = has_token(outliving, self->order[at]);
-        if (is_outliving < 0 || (!is_outliving && !note_token(tokens, self->order[at])))
-            Py_CLEAR(tokens);
-    }
-    PyObject *list = tokens == NULL ? NULL : PyDict_Keys(tokens);
-    Py_XDECREF(tokens);
-    return list;
+    return seq == UINT64_MAX ? self->order_count : bisect_order(self, seq + 1);
 }
 
 static PyObject *
-tokens_above(Answers *self, PyObject *object)
+rows_above(Answers *self, PyObject *const *args, Py_ssize_t count)
 {
-    uint64_t seq;
-    if (!number_of(object, &seq))
+    uint64_t seq, place, count_max, undone_count = 0;
+    if (!takes("rows_above", count, 3, 3) || !number_of(args[0], &seq) ||
+        !number_of(args[1], &place) || !number_of(args[2], &count_max))
         return NULL;
-    uint64_t first = bisect_order(self, seq + 1);
-    PyObject *outliving = outliving_tokens(self, first, seq);
-    PyObject *tokens = outliving == NULL ? NULL : undone_tokens(self, first, outliving);
-    Py_XDECREF(outliving);
-    return tokens;
+    uint64_t first = bisect_above(self, seq), begin = place > first ? place : first;
+    uint64_t left = begin < self->order_count ? self->order_count - begin : 0;
+    uint64_t end = begin + (count_max < left ? count_max : left);
+    for (uint64_t at = begin; at < end; at++)
+        undone_count += !is_outlived(self, self->order[at], seq);
+    PyObject *rows = PyBytes_FromStringAndSize(NULL, (Py_ssize_t)(ANSWER_ROW_BYTES * undone_count));
+    if (rows == NULL)
+        return NULL;
+    uint8_t *row = (uint8_t *)PyBytes_AsString(rows);
+    for (uint64_t at = begin; at < end; at++)
+        if (!is_outlived(self, self->order[at], seq))
+            row = write_row(row, self->order[at], NULL);
+    return Py_BuildValue("NK", rows, (unsigned long long)(end < self->order_count ? end : 0));
 }
 
 /* Takes an answer out of the middle of its writer's ring. */
@@ -879,38 +862,33 @@ take_out(Answers *self, Answer *answer)
         remove_writer(self, writer);
 }
 
-/* Undoes, or keeps for `seq`, what the disk does not know of changes above it. */
-static bool
-truncate_unsaved(Answers *self, PyObject *outliving, uint64_t seq)
+/* Undoes what the disk does not know of changes above `seq`. What outlives that stays: an answer, or
+   that the one before it is forgotten, which then counts as if it was at `seq`. */
+static void
+truncate_unsaved(Answers *self, uint64_t seq)
 {
     for (Answer *answer = self->unsaved_last; answer != NULL && answer->high > seq;) {
         Answer *before = answer->unsaved_before;
-        int is_outliving = has_token(outliving, answer);
-        if (is_outliving < 0)
-            return false;
-        if (is_outliving && !answer->is_forgotten)
-            answer->high = seq; /* the answer, or that the one before it is forgotten */
-        else {
+        if (answer->is_forgotten || !is_outlived(self, answer, seq)) {
             self->nbytes -= self->unsaved_bytes + (answer->is_forgotten ? answer->nbytes : 0);
             remove_unsaved(self, answer);
         }
+        else if (answer->bytes == NULL)
+            answer->high = seq;
         answer = before;
     }
-    return true;
 }
 
 static PyObject *
-truncate_to(Answers *self, PyObject *object)
+truncate_to(Answers *self, PyObject *const *args, Py_ssize_t count)
 {
-    uint64_t seq;
-    if (!number_of(object, &seq))
+    uint64_t seq, count_max;
+    if (!takes("truncate", count, 2, 2) || !number_of(args[0], &seq) ||
+        !number_of(args[1], &count_max))
         return NULL;
-    uint64_t first = bisect_order(self, seq + 1), kept = first;
-    PyObject *outliving = outliving_tokens(self, first, seq);
-    PyObject *tokens = outliving == NULL ? NULL : undone_tokens(self, first, outliving);
-    if (tokens != NULL && !truncate_unsaved(self, outliving, seq))
-        Py_CLEAR(tokens);
-    for (uint64_t at = first; tokens != NULL && at < self->order_count; at++) {
+    truncate_unsaved(self, seq);
+    uint64_t kept = bisect_above(self, seq), at = kept;
+    for (; at < self->order_count && count_max; at++, count_max--) {
         Answer *answer = self->order[at];
         if (outlives(answer, seq)) {
             answer->high = seq;
@@ -921,12 +899,12 @@ truncate_to(Answers *self, PyObject *object)
             take_out(self, answer);
         answer_release(answer);
     }
-    if (tokens != NULL) {
-        self->order_count = kept;
-        tidy_order(self);
-    }
-    Py_XDECREF(outliving);
-    return tokens;
+    uint64_t left = self->order_count - at;
+    if (at > kept)
+        memmove(self->order + kept, self->order + at, left * sizeof *self->order);
+    self->order_count = kept + left;
+    tidy_order(self);
+    return PyBool_FromLong(left > 0);
 }
 
 /* Checks. */
@@ -1084,10 +1062,10 @@ static PyMethodDef methods[] = {
     {"note_applied", (PyCFunction)(void (*)(void))note_applied, METH_FASTCALL, NULL},
     {"remember", (PyCFunction)(void (*)(void))remember, METH_FASTCALL, NULL},
     {"replace_newest", (PyCFunction)(void (*)(void))replace_newest, METH_FASTCALL, NULL},
+    {"rows_above", (PyCFunction)(void (*)(void))rows_above, METH_FASTCALL, NULL},
     {"take_unsaved", (PyCFunction)(void (*)(void))take_unsaved, METH_FASTCALL, NULL},
-    {"tokens_above", (PyCFunction)tokens_above, METH_O, NULL},
     {"track_unsaved", (PyCFunction)track_unsaved, METH_NOARGS, NULL},
-    {"truncate", (PyCFunction)truncate_to, METH_O, NULL},
+    {"truncate", (PyCFunction)(void (*)(void))truncate_to, METH_FASTCALL, NULL},
     {0},
 };
 

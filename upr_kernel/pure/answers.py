@@ -412,43 +412,79 @@ class Answers:
 
     # For replicas.
 
-    def between(self, start: int, end: int, /) -> list[tuple[bytes, int, int, bytes]]:
+    def between(
+        self, start: int, end: int, count_max: int, /
+    ) -> list[tuple[bytes, int, int, bytes]]:
         """Answers given at high numbers of [`start`, `end`], oldest first: writer, counter, number
-        and answer. O(log answers), beside what is found."""
+        and answer. O(log answers), beside what is found.
+
+        Args:
+            start: See above.
+            end: See above.
+            count_max: How many, 1 or more. All that were given at the number of the last are
+                among them.
+        """
+        rows: list[tuple[bytes, int, int, bytes]] = []
         order = self._order
-        begin = bisect_left(order, start, key=_HIGH)
-        behind = bisect_left(order, end + 1, begin, key=_HIGH)
-        return [
-            (*change.token, change.high, change.answer)
-            for change in order[begin:behind]
-            if change.answer is not None and not change.is_forgotten
-        ]
+        for place in range(bisect_left(order, start, key=_HIGH), len(order)):
+            change = order[place]
+            if change.high > end:
+                break
+            if change.answer is None or change.is_forgotten:
+                continue
+            if rows and len(rows) >= count_max and rows[-1][2] != change.high:
+                break
+            rows.append((*change.token, change.high, change.answer))
+        return rows
 
-    def tokens_above(self, seq: int, /) -> list[Token]:
-        """The tokens of answers given at numbers above `seq`, except those to batches that had
-        their effect at or below it. O(answers)."""
-        # Of forgotten answers, too: the disk may not know yet that they are forgotten.
-        changes = self._order[bisect_left(self._order, seq + 1, key=_HIGH) :]
-        outliving = {change.token for change in changes if change.outlives(seq)}
-        tokens = dict.fromkeys(change.token for change in changes)
-        return [token for token in tokens if token not in outliving]
+    def rows_above(self, seq: int, place: int, count_max: int, /) -> tuple[bytes, int]:
+        """What deletes from the disk the answers given at numbers above `seq`, except those to
+        batches that had their effect at or below it: in pieces, between which nothing may change.
+        O(count_max).
 
-    def truncate(self, seq: int, /) -> list[Token]:
-        """Forgets the answers given at numbers above `seq`, as if they had never been. A later
-        answer to a batch that had its effect at or below `seq` stays, as if given at `seq`: the
-        batch must not be applied again. O(answers).
+        Args:
+            seq: See above.
+            place: Where the piece begins; 0 for the first.
+            count_max: How many answers to look at.
 
         Returns:
-            The tokens of those forgotten.
+            A row for each answer, as `take_unsaved` gives for one that was forgotten. A batch may
+            occur twice. And where the next piece begins; 0 if this was the last.
         """
-        tokens = self.tokens_above(seq)
-        begin = bisect_left(self._order, seq + 1, key=_HIGH)
-        outliving: dict[Token, _Change] = {}
-        for change in self._order[begin:]:
+        # Of forgotten answers, too: the disk may not know yet that they are forgotten.
+        order = self._order
+        begin = max(place, bisect_left(order, seq + 1, key=_HIGH))
+        end = min(begin + count_max, len(order))
+        rows = b"".join(
+            ROW.pack(*change.token, 0)
+            for change in order[begin:end]
+            if not self._is_outlived(change, seq)
+        )
+        return rows, end if end < len(order) else 0
+
+    def truncate(self, seq: int, count_max: int, /) -> bool:
+        """Forgets the answers given at numbers above `seq`, as if they had never been. A later
+        answer to a batch that had its effect at or below `seq` stays, as if given at `seq`: the
+        batch must not be applied again. O(count_max + changes that are not on disk).
+
+        Args:
+            seq: See above.
+            count_max: How many answers to look at, the oldest first.
+
+        Returns:
+            Whether there are more above `seq`. Until they are gone, too, nothing else may change.
+        """
+        self._truncate_unsaved(seq)
+        order = self._order
+        begin = bisect_left(order, seq + 1, key=_HIGH)
+        end = min(begin + count_max, len(order))
+        kept: list[_Change] = []
+        for change in order[begin:end]:
             if change.is_forgotten:
                 continue
             if change.outlives(seq):
-                outliving[change.token] = change
+                change.high = seq
+                kept.append(change)
                 continue
             writer, _ = change.token
             answers = self._writers[writer]
@@ -458,21 +494,29 @@ class Answers:
                 answers.newest_counter = next(reversed(answers.by_counter))
             else:
                 self._remove_writer(writer)
-        del self._order[begin:]
+        has_more = end < len(order)
+        order[begin:end] = kept
+        self._tidy_order()
+        return has_more
+
+    def _truncate_unsaved(self, seq: int) -> None:
+        """Undoes what the disk does not know of changes above `seq`. What outlives that stays: an
+        answer, or that the one before it is forgotten, which then counts as if it was at `seq`."""
         unsaved = self._unsaved or {}
         for change in list(takewhile(lambda change: change.high > seq, reversed(unsaved))):
-            if change.token in outliving and not change.is_forgotten:
-                # The answer, or that the one before it is forgotten: the disk must hear of both.
+            if change.is_forgotten or not self._is_outlived(change, seq):
+                del unsaved[change]
+                self.nbytes -= self._limits.unsaved_bytes
+                self.nbytes -= change.nbytes if change.is_forgotten else 0
+            elif change.answer is None:
                 change.high = seq
-                continue
-            del unsaved[change]
-            self.nbytes -= self._limits.unsaved_bytes
-            self.nbytes -= change.nbytes if change.is_forgotten else 0
-        for change in outliving.values():
-            change.high = seq
-            self._order.append(change)
-        self._tidy_order()
-        return tokens
+
+    def _is_outlived(self, change: _Change, seq: int) -> bool:
+        """Whether the answer that is remembered of the same batch outlives a truncation."""
+        writer, counter = change.token
+        answers = self._writers.get(writer)
+        remembered = None if answers is None else answers.by_counter.get(counter)
+        return remembered is not None and remembered.outlives(seq)
 
     def check_invariants(self) -> None:
         """Bounds, order, bytes. O(answers + pending changes)."""

@@ -564,18 +564,16 @@ class Partition:
         self.eviction.restart_at(seq)
         self.rows.last_cas = max(self.rows.last_cas, last_cas)
 
-    def truncate(self, seq: SeqNo) -> list[WriterToken]:
-        """Everything above `seq` was truncated on disk: does the same in memory.
-
-        Returns:
-            The tokens whose answers are forgotten with that.
-        """
+    def truncate(self, seq: SeqNo) -> None:
+        """Everything above `seq` was truncated on disk: does the same in memory. O(answers to
+        publishers above it), of which there may be many: `repeated_batches.answers` forgets them
+        before, in steps."""
         self.restart_at(seq)
         self.notify_undone()
         if not seq:
             self.eviction.indexed_seq = self.purge_seq = SeqNo(0)
             self.indexed_item_count = 0
-        return self.repeated_batches.answers.truncate(seq)
+        self.repeated_batches.answers.truncate(seq)
 
     def note_index_progress(self, indexed_seq: SeqNo, item_count: int) -> None:
         """The disk's index knows the newest mutation of every key up to `indexed_seq`, and

@@ -32,6 +32,7 @@ refused. The number is on disk with the writer's newest answer.
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Iterator
 from typing import Final, cast
 
 import msgspec
@@ -65,8 +66,8 @@ UNSAVED_BYTES: Final = 300
 UNBOUNDED: Final = (1 << 63) - 1
 """More bytes than all answers of a partition can take."""
 
-UNSAVED_ALL: Final = (1 << 63) - 1
-"""More batches than a partition can have."""
+ALL_ANSWERS: Final = (1 << 63) - 1
+"""More answers than a partition can have."""
 
 ORDER_SLACK: Final = 256
 """The order holds at most so many forgotten answers more than remembered ones; then it is made
@@ -206,7 +207,7 @@ class PublisherAnswers:
         """There is a disk: from now on, changes are kept for `take_unsaved`."""
         self.kernel_answers.track_unsaved()
 
-    def take_unsaved(self, through: int, count_max: int = UNSAVED_ALL) -> tuple[bytes, int]:
+    def take_unsaved(self, through: int, count_max: int = ALL_ANSWERS) -> tuple[bytes, int]:
         """What has changed since the last call, while the partition's high number was at most
         `through`: a row of bytes for each answer that was remembered or forgotten, as
         `upr_kernel.answer_records` reads them, and how many there are. Of at most `count_max`
@@ -242,30 +243,42 @@ class PublisherAnswers:
 
     # For replicas.
 
-    def answers_between(self, start: int, end: int) -> list[tuple[bytes, int, SeqNo, bytes]]:
+    def answers_between(
+        self, start: int, end: int, count_max: int = ALL_ANSWERS
+    ) -> list[tuple[bytes, int, SeqNo, bytes]]:
         """Answers given at high numbers of [`start`, `end`], oldest first: writer, counter, number
-        and answer. O(log answers), beside what is found."""
-        answers = self.kernel_answers.between(start, end)
+        and answer. At most `count_max`, but all that were given at the number of the last.
+        O(log answers), beside what is found."""
+        answers = self.kernel_answers.between(start, end, count_max)
         return cast("list[tuple[bytes, int, SeqNo, bytes]]", answers)
 
-    def tokens_above(self, seq: int) -> list[WriterToken]:
-        """The tokens of answers given at numbers above `seq`, except those to batches that had
-        their effect at or below it. O(answers)."""
-        return [WriterToken(*token) for token in self.kernel_answers.tokens_above(seq)]
+    def rows_above(self, seq: int, count_max: int = ALL_ANSWERS) -> Iterator[bytes]:
+        """What deletes from the disk the answers given at numbers above `seq`, except those to
+        batches that had their effect at or below it: rows as `take_unsaved` gives them. Each step
+        looks at `count_max` answers. Others may have their turn between two, but no answer may be
+        remembered or forgotten meanwhile."""
+        place = -1
+        while place:
+            rows, place = self.kernel_answers.rows_above(seq, max(place, 0), count_max)
+            yield rows
 
-    def truncate(self, seq: int) -> list[WriterToken]:
+    def truncate(self, seq: int, count_max: int = ALL_ANSWERS) -> bool:
         """Forgets the answers given at numbers above `seq`, as if they had never been. A later
         answer to a batch that had its effect at or below `seq` stays, as if given at `seq`: the
-        batch must not be applied again. O(answers).
+        batch must not be applied again. O(count_max).
+
+        Args:
+            seq: See above.
+            count_max: How many answers to look at.
 
         Returns:
-            The tokens of those forgotten.
+            Whether there are more. Until they are gone, too, nothing may be remembered.
         """
         answers = self.kernel_answers
         nbytes_before = answers.nbytes
-        tokens = answers.truncate(seq)
+        has_more = answers.truncate(seq, count_max)
         self._memory.writers += answers.nbytes - nbytes_before
-        return [WriterToken(*token) for token in tokens]
+        return has_more
 
     @property
     def nbytes(self) -> int:

@@ -34,7 +34,7 @@ from upr_server.replication.received_snapshots import PublisherAnswer, ReceivedS
 from upr_server.replication.roles import STEP_PARTITIONS, ReplicationSource
 from upr_server.runtime import System, essential
 from upr_server.storage.calls import Commit, FindSnapshotEnd
-from upr_server.storage.chunk_log import PartitionWrite, StoredAnswer
+from upr_server.storage.chunk_log import PartitionWrite
 from upr_server.storage.errors import DiskFullError
 from upr_server.storage.online.bucket_disk import BucketDisk
 from upr_server.storage.online.flusher import STEP_ANSWERS, take_answers
@@ -456,7 +456,7 @@ class Replicator:
             self._received_snapshots[partition_id] = ReceivedSnapshots.from_record(record)
             self._unmark_dirty(partition_id)
             # Should this node become active, a batch that is dropped here must count as new.
-            self._partition(partition_id).repeated_batches.answers.truncate(record.high)
+            await _forget_answers(self._partition(partition_id), record.high)
             if count % COLLECTED_PARTITIONS == 0:
                 await trio.lowlevel.checkpoint()
         await trio.lowlevel.checkpoint()
@@ -542,14 +542,16 @@ class Replicator:
                 failover_log = snapshots.log.up_to(seq)
                 pairs = tuple(failover_log.pairs())
                 record = PartitionRecord(PartitionState.REPLICA, pairs, seq, partition.last_cas)
-                tokens = [
-                    StoredAnswer(token.writer, token.counter, b"")
-                    for token in partition.repeated_batches.answers.tokens_above(seq)
-                ]
+                answers = partition.repeated_batches.answers
+                undone_answers: list[bytes] = []
+                for rows in answers.rows_above(seq, STEP_ANSWERS):
+                    undone_answers.append(rows)
+                    await trio.lowlevel.checkpoint()
                 if self._is_deleted:
                     raise ServerError(Status.NO_BUCKET, "the bucket was deleted")
-                broken_leases = await disk.truncate(partition_id, record, tokens)
+                broken_leases = await disk.truncate(partition_id, record, undone_answers)
                 disk.leases.mark_broken(broken_leases)
+                await _forget_answers(partition, seq)
                 partition.truncate(seq)
                 snapshots.truncate(seq)
                 self._unmark_dirty(partition_id)
@@ -626,6 +628,14 @@ def _step_end(answers: Sequence[PublisherAnswer], begin: int) -> int:
         nbytes += len(answers[end][3])
         end += 1
     return end
+
+
+async def _forget_answers(partition: Partition, seq: SeqNo) -> None:
+    """Forgets the answers to publishers that were given above `seq`, in steps."""
+    has_more = True
+    while has_more:
+        has_more = partition.repeated_batches.answers.truncate(seq, STEP_ANSWERS)
+        await trio.lowlevel.checkpoint()
 
 
 def move_to_record(partition: Partition, record: PartitionRecord) -> None:

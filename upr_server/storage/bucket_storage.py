@@ -13,7 +13,6 @@ from upr_server.storage.chunk_log import (
     STORED_OVERHEAD_BYTES,
     ChunkLog,
     PartitionWrite,
-    StoredAnswer,
     StoredBucket,
 )
 from upr_server.storage.compaction import Compaction, covered_ranges
@@ -304,7 +303,7 @@ class BucketStorage:
             usage.chunk_bytes -= nbytes
 
     def truncate(
-        self, partition: int, record: PartitionRecord, tokens: Sequence[StoredAnswer]
+        self, partition: int, record: PartitionRecord, answers: Sequence[bytes] = ()
     ) -> list[int]:
         """Deletes what a partition has behind `record.high`; `ChunkLog.truncate` says more.
 
@@ -320,7 +319,7 @@ class BucketStorage:
                 f"partition {partition} cannot end at {record.high}: it is indexed up to "
                 f"{usage.watermark.seq}"
             )
-        broken_leases, deleted_bytes = self.log.truncate(partition, record, tokens)
+        broken_leases, deleted_bytes = self.log.truncate(partition, record, answers)
         self._compaction = None
         usage.high = record.high
         usage.chunk_bytes -= deleted_bytes

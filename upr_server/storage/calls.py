@@ -287,15 +287,15 @@ class PutPartitionMap(BucketCall[None], frozen=True):
 
 
 class Truncate(BucketCall[list[int]], frozen=True):
-    """Deletes what a partition has behind `record.high`, a snapshot end not below what is indexed.
-    Answers the leases that this broke."""
+    """Deletes what a partition has behind `record.high`, a snapshot end not below what is indexed,
+    and answers to publishers. Answers the leases that this broke."""
 
     partition: int
     record: PartitionRecord
-    tokens: Sequence[StoredAnswer]
+    answers: Sequence[bytes]
 
     def run(self, bucket: BucketStorage) -> list[int]:
-        return bucket.truncate(self.partition, self.record, self.tokens)
+        return bucket.truncate(self.partition, self.record, self.answers)
 
 
 class DeleteIndexEntries(BucketCall[bool], frozen=True):

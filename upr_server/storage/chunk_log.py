@@ -316,14 +316,14 @@ class ChunkLog:
             return [self._truncate(transaction, partition, record) for partition, record in records]
 
     def truncate(
-        self, partition: int, record: PartitionRecord, tokens: Iterable[StoredAnswer] = ()
+        self, partition: int, record: PartitionRecord, answers: Iterable[bytes] = ()
     ) -> tuple[list[int], int]:
         """Deletes what a partition has behind `record.high`, a snapshot end or 0.
 
         Args:
             partition: The partition.
             record: Its record afterwards.
-            tokens: Answers to delete.
+            answers: Answers to delete, as in `PartitionWrite`.
 
         Returns:
             The leases that this broke: their ranges reach behind the new end. And how many bytes of
@@ -334,8 +334,7 @@ class ChunkLog:
         """
         with self.ordered_map.write() as transaction:
             deleted_bytes = self._truncate(transaction, partition, record)
-            for key in _token_keys(partition, tokens):
-                transaction.delete(key)
+            self._put_answers(transaction, partition, answers)
             if not record.high:
                 transaction.delete(partition_key(PURGE, partition))
                 transaction.delete(partition_key(FLOOR, partition))
@@ -467,7 +466,9 @@ class ChunkLog:
                 for key in some_keys:
                     transaction.delete(key)
 
-        _in_commits_that_fit(_token_keys(partition, tokens), delete)
+        # In their order: neighbours share pages.
+        keys = sorted([token_key(partition, token.writer, token.counter) for token in tokens])
+        _in_commits_that_fit(keys, delete)
 
     def put_lease(self, lease: LeaseRecord) -> None:
         """Stores a lease, new or renewed."""
@@ -772,11 +773,6 @@ class _ChunkFinder:
 
 STORED_OVERHEAD_BYTES: Final = CHUNK_HEAD.size
 """What is stored with a chunk beside its own bytes."""
-
-
-def _token_keys(partition: int, tokens: Iterable[StoredAnswer]) -> list[bytes]:
-    """The keys of answers, in their order: neighbours share pages."""
-    return sorted([token_key(partition, token.writer, token.counter) for token in tokens])
 
 
 def _in_commits_that_fit(items: Sequence[Item], commit: Callable[[Sequence[Item]], None]) -> None:

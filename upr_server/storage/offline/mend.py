@@ -17,7 +17,7 @@ from upr_protocol.failover import FailoverLog
 from upr_protocol.ids import PartitionState, SeqNo
 from upr_protocol.partition_map import PartitionMap, PartitionMapError
 from upr_server.storage.bucket_storage import BucketStorage
-from upr_server.storage.chunk_log import ChunkLog, StoredAnswer, StoredBucket, StoredPartition
+from upr_server.storage.chunk_log import ChunkLog, StoredBucket, StoredPartition
 from upr_server.storage.directory import DataDirectory, lock_for_writing
 from upr_server.storage.errors import CorruptionError
 from upr_server.storage.records import PartitionRecord
@@ -106,7 +106,7 @@ def _mend(storage: BucketStorage, name: str) -> Iterator[DamagedPartition]:
         if damage:
             is_replica = partition.record.state == PartitionState.REPLICA
             if is_replica:
-                _empty(storage, partition_id, partition)
+                storage.empty_partition(partition_id, _empty_record(partition.record))
             yield DamagedPartition(name, partition_id, is_replica, damage)
 
 
@@ -152,15 +152,8 @@ def _damage_in(log: ChunkLog, partition_id: int, partition: StoredPartition) -> 
     return ""
 
 
-def _empty(storage: BucketStorage, partition_id: int, partition: StoredPartition) -> None:
-    while storage.delete_index_entries(partition_id):
-        pass
-    record = partition.record
+def _empty_record(record: PartitionRecord) -> PartitionRecord:
     failover_log = FailoverLog.of_pairs(record.failover_log).up_to(SeqNo(0))
-    storage.truncate(
-        partition_id,
-        msgspec.structs.replace(
-            record, failover_log=tuple(failover_log.pairs()), high=SeqNo(0), partial=None
-        ),
-        [StoredAnswer(token.writer, token.counter, b"") for token in partition.tokens],
+    return msgspec.structs.replace(
+        record, failover_log=tuple(failover_log.pairs()), high=SeqNo(0), partial=None
     )

@@ -31,7 +31,7 @@ from upr_server.storage.calls import (
     FindItems,
     Truncate,
 )
-from upr_server.storage.chunk_log import StoredAnswer, StoredBucket, StoredPartition
+from upr_server.storage.chunk_log import StoredBucket, StoredPartition
 from upr_server.storage.errors import DiskFullError, StorageError
 from upr_server.storage.online.flusher import Flusher
 from upr_server.storage.online.leases import LeaseBook
@@ -182,7 +182,7 @@ class BucketDisk:
         self.flusher.stop_notifying()
 
     async def truncate(
-        self, partition: PartitionId, record: PartitionRecord, tokens: Sequence[StoredAnswer]
+        self, partition: PartitionId, record: PartitionRecord, answers: Sequence[bytes]
     ) -> list[int]:
         """Deletes what a partition has on disk behind `record.high`: a snapshot end that is not
         below what is indexed, or 0.
@@ -193,7 +193,7 @@ class BucketDisk:
         Args:
             partition: The partition.
             record: Its record afterwards.
-            tokens: Answers to delete.
+            answers: Answers to publishers to delete, as in `PartitionWrite`.
 
         Returns:
             The leases that this broke.
@@ -208,7 +208,7 @@ class BucketDisk:
             while has_entries:
                 has_entries = await self.ask(DeleteIndexEntries(name, partition))
                 is_index_at_0 = True
-            return await self.ask(Truncate(name, partition, record, tokens))
+            return await self.ask(Truncate(name, partition, record, answers))
         except StorageError:
             if is_index_at_0:
                 # The partition stays as it is, and is indexed anew. Not noted before: commits of
