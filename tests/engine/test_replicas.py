@@ -282,6 +282,29 @@ def test_a_replica_hears_of_a_batch_with_its_effect_though_its_answer_has_moved(
         assert batches.is_new(again)
 
 
+def test_answers_are_the_same_in_pieces() -> None:
+    """Several were given at one number, and some again later."""
+    active = RepeatedBatches(MemoryAccount(), {}, SeqNo(0))
+    tokens = [WriterToken(number.to_bytes(16), 1) for number in range(30)]
+    for number, token in enumerate(tokens):
+        seq = SeqNo(1 + number // 3)
+        active.remember(token, MutateResult(HistoryId(1), seq, seq, Cas(1)), seq)
+    chunk = Chunk.build([Mutation(Operation.SET, b"k", b"")])
+    for number, token in enumerate(tokens[::4]):
+        again = batch_of(chunk, token, attempt=2)
+        assert active.answer_unless_new(again, SeqNo(20 + number)) is not None
+    for end in (12, 50):
+        whole = active.answers_between(0, end)
+        assert len(whole) == 30
+        for count_max in range(1, 40):
+            replica = RepeatedBatches(MemoryAccount(), {}, SeqNo(0))
+            piece = active.answers_between(0, end, count_max)
+            while piece:
+                replica.add_received(piece)
+                piece = active.answers_between(piece[-1][2], end, count_max, with_start=False)
+            assert replica.answers_between(0, end) == whole
+
+
 def test_moved_answers_are_bounded() -> None:
     active = RepeatedBatches(MemoryAccount(), {}, SeqNo(0))
     tokens = [WriterToken(number.to_bytes(16), 1) for number in range(1, MOVED_MAX + 3)]

@@ -6,7 +6,7 @@ import json
 from collections.abc import AsyncIterator, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from itertools import count
-from typing import Final, TypeVar, cast
+from typing import Any, Final, TypeVar, cast
 
 import pytest
 import structlog
@@ -86,7 +86,9 @@ from upr_server.app import Server
 from upr_server.config import ServerConfig
 from upr_server.engine import WriterToken
 from upr_server.engine.publisher_answers import BATCHES_MAX
+from upr_server.engine.repeated_batches import RepeatedBatches
 from upr_server.net import server as net_server
+from upr_server.net import streamer
 from upr_server.net.connection import AcceptedConnection
 from upr_server.net.credit import CREDIT_BYTES_MIN
 from upr_server.net.frame_budget import BUDGET_BYTES, FRAME_TIMEOUT_S, UnfinishedFrame
@@ -615,6 +617,39 @@ async def test_large_answers_to_publishers_are_sent_in_small_messages() -> None:
             if isinstance(message, PartitionAnswers):
                 row_counts.append(len(message.rows))
         assert max(row_counts) * len(answer) <= ANSWERS_BYTES
+
+
+async def test_answers_to_publishers_are_taken_in_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """To take 65,536 of them at once takes as long as a turn of the loop may not."""
+    monkeypatch.setattr(streamer, "STEP_ANSWERS", 4)
+    server, count = make_server(node="a"), 13
+    taken_counts: list[int] = []
+    take = RepeatedBatches.answers_between
+
+    def take_noted(batches: RepeatedBatches, *args: Any, **options: Any) -> list[Any]:
+        rows = take(batches, *args, **options)
+        taken_counts.append(len(rows))
+        return rows
+
+    monkeypatch.setattr(RepeatedBatches, "answers_between", take_noted)
+    async with connected(server, identity="replica:r") as peer:
+        nodes = {"a": "127.0.0.1:1", "r": "127.0.0.1:2"}
+        assignments = (Assignment("a", {"r": ""}),)
+        partition_map = PartitionMap(bucket="b", revision=1, nodes=nodes, partitions=assignments)
+        await server.partition_maps.set_map(0, partition_map.encode())
+        await peer.open()
+        await peer.mutate(sets(*(b"%d" % number for number in range(count))))
+        answers = server.catalog.bucket("b").partitions[P0].repeated_batches.answers
+        for number in range(1, count + 1):
+            answers.remember(WriterToken(number.to_bytes(16), 1), b"answer", number)
+        assert (await peer.ask(with_answers=True)).status == Status.OK
+        await peer.say(Go())
+        received: list[int] = []
+        while not isinstance(message := await peer.hear(Message), PartitionEnd):
+            if isinstance(message, PartitionAnswers):
+                received += [seq for _, _, seq, _ in message.rows]
+        assert received == list(range(1, count + 1))
+        assert max(taken_counts) == 4
 
 
 async def test_a_stream_with_an_end_ends_at_that_snapshot() -> None:

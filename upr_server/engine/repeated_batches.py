@@ -17,7 +17,12 @@ from upr_protocol.ids import SeqNo
 from upr_server.engine.batch import MutationBatch
 from upr_server.engine.memory_account import MemoryAccount
 from upr_server.engine.mutate_result import MutateResult, pack_result, unpack_result
-from upr_server.engine.publisher_answers import UNBOUNDED, PublisherAnswers, WriterToken
+from upr_server.engine.publisher_answers import (
+    ALL_ANSWERS,
+    UNBOUNDED,
+    PublisherAnswers,
+    WriterToken,
+)
 
 MOVED_MAX: Final = 128
 """Moved answers of which a partition knows where their batches had their effect. A writer moves one
@@ -159,18 +164,34 @@ class RepeatedBatches:
 
     # For replicas.
 
-    def answers_between(self, start: int, end: int) -> list[tuple[bytes, int, SeqNo, bytes]]:
+    def answers_between(
+        self,
+        start: int,
+        end: int,
+        count_max: int = ALL_ANSWERS,
+        *,
+        with_start: bool = True,
+    ) -> list[tuple[bytes, int, SeqNo, bytes]]:
         """Answers given at high numbers of [`start`, `end`], and those to batches that had their
         effect in (`start`, `end`] and were answered again later: a replica that has the effect must
         know the batch. O(log answers), beside what is found.
+
+        Args:
+            start: See above.
+            end: See above.
+            count_max: About how many. If there are so many, there may be more above the number of
+                the last.
+            with_start: Whether those given at `start` are among them.
 
         Returns:
             Writer, counter, number and answer, by number. One that was given again later has no
             attempt: the replica hears of that with the later answer.
         """
-        rows = self.answers.answers_between(start, end)
+        rows = self.answers.answers_between(start if with_start else start + 1, end, count_max)
         if not self._moved_tokens:
             return rows
+        if len(rows) >= count_max:
+            end = rows[-1][2]
         moved_tokens = [token for token, seq in self._moved_tokens.items() if start < seq <= end]
         if moved_tokens:
             known_tokens = {(writer, counter) for writer, counter, _, _ in rows}

@@ -67,10 +67,10 @@ class _UnsentEnd:
     """The end of a snapshot, before which a replica gets what publishers were answered.
 
     Attributes:
-        answers: Those answers.
+        answers: Some of those answers. More of them are taken when these were sent.
         end: Where the snapshot ends.
         snapshot: The whole snapshot where it is sent in one frame; None where only its end is.
-        sent_count: How many of the answers were sent.
+        sent_count: How many of `answers` were sent.
     """
 
     answers: list[tuple[bytes, int, SeqNo, bytes]]
@@ -485,7 +485,8 @@ class Streamer:
         """Sends a snapshot's end, or `snapshot` as a whole. A replica gets what publishers were
         answered before it, so that it has the answers as soon as the snapshot counts."""
         if stream.answers_from is not None:
-            answers = stream.partition.repeated_batches.answers_between(stream.answers_from, end)
+            batches = stream.partition.repeated_batches
+            answers = batches.answers_between(stream.answers_from, end, STEP_ANSWERS)
             stream.answers_from = end
             if answers:
                 stream.unsent_end = _UnsentEnd(answers, end, snapshot)
@@ -506,6 +507,18 @@ class Streamer:
             PartitionAnswers(rows, partition=stream.partition.id, opaque=stream.opaque)
         )
         if unsent_end.sent_count == len(unsent_end.answers):
+            self._take_answers(stream, unsent_end)
+
+    def _take_answers(self, stream: _Stream, unsent_end: _UnsentEnd) -> None:
+        """Takes the next answers before a snapshot's end, or sends the end if there are none."""
+        batches, last_seq = stream.partition.repeated_batches, unsent_end.answers[-1][2]
+        unsent_end.sent_count = 0
+        unsent_end.answers = (
+            []
+            if len(unsent_end.answers) < STEP_ANSWERS
+            else batches.answers_between(last_seq, unsent_end.end, STEP_ANSWERS, with_start=False)
+        )
+        if not unsent_end.answers:
             stream.unsent_end = None
             self._send_end(stream, unsent_end.end, unsent_end.snapshot)
 
