@@ -230,6 +230,32 @@ async def test_connections_above_their_share_wait_and_the_first_continues(
     assert went_on[2:] == ["second"]
 
 
+async def test_a_frame_that_waits_is_not_woken_whenever_another_grows(
+    nursery: trio.Nursery, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Hundreds may wait, and each read makes one grow."""
+    frames, looks = _Frames(100), 0
+    first = frames.begin("first", 70)
+    second = frames.begin("second", 60)
+    share = frames.budget.share
+
+    def counted_share(frame: UnfinishedFrame) -> int:
+        nonlocal looks
+        looks += 1
+        return share(frame)
+
+    monkeypatch.setattr(frames.budget, "share", counted_share)
+    nursery.start_soon(second.wait_for_turn)
+    await trio.testing.wait_all_tasks_blocked()
+    for now in range(5):
+        frames.progress(first, 1, now)
+        await trio.testing.wait_all_tasks_blocked()
+    assert looks == 1
+    first.release()
+    await trio.testing.wait_all_tasks_blocked()
+    assert not nursery.child_tasks
+
+
 async def test_a_frame_that_is_dropped_while_it_waits_waits_no_more(nursery: trio.Nursery) -> None:
     frames = _Frames(100)
     frames.begin("first", 200)

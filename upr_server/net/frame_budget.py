@@ -180,7 +180,8 @@ class FrameBudget:
         """`frame` holds `nbytes` from now on. O(1)."""
         used_before = self.used_bytes
         self.used_bytes += nbytes - frame.nbytes
-        if frame.nbytes and (is_new or not nbytes):
+        is_removed = frame.nbytes > 0 and (is_new or not nbytes)
+        if is_removed:
             # Taken out even if it holds something again: a new frame goes to the end of the order,
             # or a peer that sends frame after frame would be first for ever.
             self._remove(frame)
@@ -188,7 +189,8 @@ class FrameBudget:
         if nbytes and frame not in self._frames:
             self._frames[frame] = None
             self._count_by_address[frame.address] += 1
-        if used_before > self._limit:
+        # A frame that grows lets none go on: hundreds may wait, and others grow with each read.
+        if used_before > self._limit and (is_removed or not self.is_short):
             self._changed.notify()
         if (
             used_before <= self._limit < self.used_bytes
