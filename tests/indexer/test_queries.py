@@ -412,6 +412,22 @@ def test_values_over_the_bound_are_not_counted(monkeypatch: pytest.MonkeyPatch) 
     assert counted == KEY_VALUES_MAX + 500
 
 
+async def test_the_values_of_many_ranges_are_counted_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """To count them again took the event loop 2.5 ms more."""
+    counted = 0
+
+    def size_of(key: list[Any], size_max: int) -> tuple[int, int]:
+        nonlocal counted
+        counted += 1
+        return _size_of(key, size_max)
+
+    monkeypatch.setattr(query_module, "_size_of", size_of)
+    query = Query(ranges=tuple(Range(prefix=[number]) for number in range(1000)))
+    query.check()
+    assert len((await selection_of(query, PARTS)).ranges) == 1000
+    assert counted == 1000
+
+
 @given(queries())
 async def test_many_bounds_select_the_same_in_a_thread(query: Query) -> None:
     with pytest.MonkeyPatch.context() as patch:

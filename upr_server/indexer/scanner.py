@@ -21,7 +21,7 @@ from upr_server.indexer.pool import ANSWER_BYTES_MAX, SCAN_OVERHEAD_BYTES, Memor
 from upr_server.indexer.pure.definition import IndexDefinition, IndexName
 from upr_server.indexer.query import Query
 from upr_server.indexer.server_progress import ServerProgress
-from upr_server.indexer.short_scan import VALUES_MAX, selection_of
+from upr_server.indexer.short_scan import has_many_values, selection_of
 from upr_server.indexer.slice_scanner import BuildingError
 from upr_server.indexer.slices import (
     IndexState,
@@ -233,7 +233,7 @@ class Scanner:
                 # A moment that is not released expires.
                 with trio.move_on_after(UNDO_S, shield=True), suppress(UprError):
                     await self.release(merged_scan.view_token_to_release)
-        if query.explain and query.key_values > VALUES_MAX:
+        if query.explain and has_many_values(query):
             return await trio.to_thread.run_sync(merged_scan.answer)
         return merged_scan.answer()
 
