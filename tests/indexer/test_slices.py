@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from itertools import pairwise
 from pathlib import Path
@@ -31,6 +31,7 @@ from tests.indexer.kit import (
     until_ready,
     workers_in_the_loop,
 )
+from tests.kit.process import eventually
 from upr_protocol.client import Address, Client, connect
 from upr_protocol.concurrency import first_failure
 from upr_protocol.errors import UprError
@@ -49,6 +50,7 @@ from upr_server.indexer.pure.definition import DefinitionError, IndexDefinition
 from upr_server.indexer.query import Query, RequiredWrite
 from upr_server.indexer.scanner import LATE_S, Scanner
 from upr_server.indexer.server_progress import ServerProgress
+from upr_server.indexer.slice import Slice
 from upr_server.indexer.slice_scanner import BuildingError
 from upr_server.indexer.slices import (
     CatalogReport,
@@ -576,6 +578,45 @@ async def test_a_moment_that_cannot_be_let_go_does_not_hide_the_error(
     with pytest.raises(SliceMissingError, match="is away"):
         await ask(indexer, "d/city", msgspec.structs.replace(NOW, hold_s=10))
     assert not len(second.moments)
+
+
+async def test_the_moments_of_slices_that_hang_are_let_go_at_once(
+    indexer: Indexer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One after the other they would hold up the error, and a client that leaves, by a second
+    each."""
+    *answering, third = indexer.slices
+    answers, letting_go, are_all = list[SliceAnswer](), list[str](), trio.Event()
+    released = list[str]()
+
+    async def release(token: str) -> None:
+        letting_go.append(token)
+        if len(letting_go) == len(answering):
+            are_all.set()
+        await are_all.wait()
+        released.append(token)
+
+    def scan_of(part: Slice) -> Callable[[SliceScan], Awaitable[SliceAnswer]]:
+        scan = part.scan
+
+        async def scan_and_note(asked: SliceScan) -> SliceAnswer:
+            answers.append(await scan(asked))
+            return answers[-1]
+
+        return scan_and_note
+
+    async def scan_third(_asked: SliceScan) -> SliceAnswer:
+        await eventually(lambda: len(answers) == len(answering), "the others have answered")
+        await trio.testing.wait_all_tasks_blocked()
+        raise SliceMissingError(third.slice_id, "is away")
+
+    for part in answering:
+        monkeypatch.setattr(part, "scan", scan_of(part))
+        monkeypatch.setattr(part, "release", release)
+    monkeypatch.setattr(third, "scan", scan_third)
+    with pytest.raises(SliceMissingError, match="is away"):
+        await ask(indexer, "d/city", msgspec.structs.replace(NOW, hold_s=10))
+    assert sorted(released) == sorted(answer.moment for answer in answers)
 
 
 async def test_figures_of_an_indexer_whose_slice_has_no_memory(

@@ -274,11 +274,17 @@ class Scanner:
                 raise BuildingError(name) from error
             raise
         finally:
-            if not is_answered:
-                for holder, moment in moments_to_release:
-                    with trio.move_on_after(UNDO_S, shield=True), suppress(UprError):
-                        await holder.release(moment)
+            if moments_to_release and not is_answered:
+                # At once: one after the other, slices that hang would take `UNDO_S` each.
+                with trio.move_on_after(UNDO_S, shield=True):
+                    await _call_all([partial(_let_go, *held) for held in moments_to_release])
         return answers
+
+
+async def _let_go(holder: SliceHolder, moment: str) -> None:
+    """Lets a moment go. If it cannot, the moment expires."""
+    with suppress(UprError):
+        await holder.release(moment)
 
 
 async def _call_all(calls: Sequence[Callable[[], Awaitable[T]]]) -> list[T]:
