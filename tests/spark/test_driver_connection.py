@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from upr_protocol.client import Address, BlockingClient
-from upr_protocol.errors import BrokenError
+from upr_protocol.errors import BrokenError, ServerError, Status
 from upr_protocol.spark import driver_connection
 from upr_protocol.spark.driver_connection import DriverConnection
 from upr_protocol.spark.errors import PipelineError
@@ -55,3 +55,20 @@ def test_a_connection_that_is_lost_for_a_moment_is_not_worth_a_line(
     assert DriverConnection(ADDRESS, 600).ask(asks) == "an answer"
     assert len(waits) == 3
     assert not caplog.records
+
+
+@pytest.mark.parametrize("status", [Status.TIMED_OUT, Status.HISTORY_CHANGED])
+def test_a_server_that_refuses_for_too_long_is_not_called_unreachable(
+    waits: list[float], status: Status
+) -> None:
+    """Its disk may be full, or its nodes fail over again and again."""
+
+    def refused(_client: BlockingClient) -> None:
+        raise ServerError(status, "not on disk after 30 s")
+
+    with pytest.raises(PipelineError) as caught:
+        DriverConnection(ADDRESS, 600).ask(refused)
+    assert 600 <= sum(waits) < 610
+    assert caught.value.code == "UPR_SERVER"
+    assert "not on disk after 30 s" in str(caught.value)
+    assert "Start it" not in str(caught.value)

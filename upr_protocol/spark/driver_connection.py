@@ -70,14 +70,23 @@ class DriverConnection:
                 failure: UprError = BrokenError(str(error))
             except UprError as error:
                 failure = error
+            refusal = None
             if isinstance(failure, ServerError):
                 if failure.status in ANSWERS:
                     raise failure
+                refusal = failure
                 failure = _as_retryable(failure, is_fresh=is_fresh)
             self.close()
             try:
                 wait_s = retries.wait_after_failure_s(failure, time.monotonic())
             except UprError as error:
+                if refusal is not None and isinstance(error, BrokenError):
+                    # It need not be started: it has answered.
+                    raise PipelineError(
+                        "UPR_SERVER",
+                        f"{self._address}: {refusal}; it was asked again for {self._timeout_s} s "
+                        "(timeoutSeconds)",
+                    ) from error
                 raise as_pipeline_error(error, self._address, self._timeout_s) from error
             if wait_s >= SILENT_WAIT_S and not is_logged:
                 _log.warning("%s; trying again for %d s (timeoutSeconds)", failure, self._timeout_s)
