@@ -333,13 +333,13 @@ async def test_a_stop_on_a_full_disk_tells_what_it_drops(autojump_clock: MockClo
 async def test_a_stop_on_a_full_disk_tells_what_a_map_under_way_has_dropped(
     autojump_clock: MockClock,
 ) -> None:
-    """The map, which waits for a commit, is refused; and the replication has ended by then."""
+    """The map takes the copy from the node, and waits for a commit. It is refused, and the
+    replication has ended by then."""
     followers: list[Replica] = []
-    fenced = Assignment(replicas={"a": "", "b": ""}, lost_active="a")
 
     async def be_refused(follower: Replica) -> None:
         with pytest.raises(DiskFullError):
-            await follower.assign(fenced)
+            await follower.assign(Assignment("c"))
 
     async def live_and_stop(nursery: trio.Nursery) -> None:
         async with replica() as follower:
