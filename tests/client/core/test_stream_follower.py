@@ -61,7 +61,8 @@ class Machine(RuleBasedStateMachine):
         """The logs of the positions that a consumer has saved that saves only when it must."""
         self.processed_complete = [0] * PARTITIONS
         self.barriers: dict[bytes, list[int]] = {}
-        """By cookie what each partition had when the barrier was opened; -1 once it lost some."""
+        """By cookie what each partition had when the barrier was opened, without what it has lost
+        since."""
         self.changes = 0
         self.cookies = 0
         self.histories = 5000
@@ -155,8 +156,9 @@ class Machine(RuleBasedStateMachine):
         self.histories += 1
         high = int(self.server.partitions[partition].high)
         self.server.partitions[partition].fail_over(self.histories, int(high * kept_share))
+        kept = int(self.server.partitions[partition].high)
         for ends in self.barriers.values():
-            ends[partition] = -1
+            ends[partition] = min(ends[partition], kept)
 
     @rule(partition=partitions, is_refused=st.booleans())
     def refuse_streams(self, partition: PartitionId, is_refused: bool) -> None:
@@ -222,8 +224,7 @@ class Machine(RuleBasedStateMachine):
         ends = self.barriers.pop(event.cookie)
         assert set(event.ends) == set(range(PARTITIONS))
         for partition, end in enumerate(ends):
-            if end >= 0:
-                assert self.processed_complete[partition] >= end
+            assert self.processed_complete[partition] >= end
 
     # What holds.
 

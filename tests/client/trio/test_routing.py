@@ -574,6 +574,36 @@ async def test_a_barrier_comes_back_though_partitions_move(
         assert mirror.contents == cluster.any.contents()
 
 
+async def test_a_barrier_waits_for_a_partition_that_has_rolled_back_since_it_passed(
+    cluster: FakeCluster, autojump_clock: MockClock
+) -> None:
+    """The copy has nothing of the partition then, until it has come again."""
+    fill(cluster, 100)
+    reached = []
+    async with mirrored(cluster) as (consumer, mirror):
+        await consumer.barrier()
+        cluster.server("c").paused = True
+
+        async def pass_one() -> None:
+            reached.append(await consumer.barrier())
+            assert mirror.contents == cluster.any.contents()
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(pass_one)
+            await trio.sleep(1)  # it has passed a and b
+            partition = cluster.any.partitions[0]
+            partition.fail_over(5000, int(partition.high) - 1)
+            cluster.server("b").paused = True
+            cluster.move({0: Assignment(active="b")})
+            await trio.sleep(1)
+            assert consumer.statistics().rollbacks == 1
+            cluster.server("c").resume()
+            await trio.sleep(1)
+            assert not reached
+            cluster.server("b").resume()
+        assert set(reached[0].ends) == set(range(6))
+
+
 async def test_a_barrier_through_several_nodes_is_one_event(
     cluster: FakeCluster, autojump_clock: MockClock
 ) -> None:

@@ -71,6 +71,13 @@ class BarrierTracker:
             barrier.passed_partitions.update(partitions)
             barrier.ends.update(ends)
 
+    def forget_passed(self, partition: PartitionId) -> None:
+        """A partition rolls back: what came before the barriers is given up, and has to come again
+        before they return. So they have yet to pass its next stream."""
+        for barrier in self._barriers.values():
+            barrier.passed_partitions.discard(partition)
+            barrier.ends.pop(partition, None)
+
     def close_completed(self, partitions: Set[PartitionId]) -> list[BarrierReached]:
         """Closes the barriers that have passed all of `partitions`, those still streamed."""
         cookies = [

@@ -399,6 +399,7 @@ class StreamFollower:
 
     def _rollback_ordered(self, connection: _ConnectionStreams, message: StreamReply) -> Delivery:
         request = RollbackRequest(message.partition, message.seq, message.reason)
+        self._state.barriers.forget_passed(request.partition)
         if self._state.subscription.has_undo:
             self._state.pending_rollbacks[request.partition] = request
             return Delivery(request)
