@@ -17,7 +17,14 @@ from tests.kit.fake_net import ENDLESS, FakeNet
 from tests.kit.fake_server import FakeServer
 from tests.kit.steps import counted_steps
 from upr_protocol.chunk import chunk_of_plain_sets
-from upr_protocol.client import Failure, PublishError, WriterIdentity, connect, publisher
+from upr_protocol.client import (
+    Failure,
+    Publisher,
+    PublishError,
+    WriterIdentity,
+    connect,
+    publisher,
+)
 from upr_protocol.errors import BrokenError, ClosedError, ServerError, Status, UprError
 from upr_protocol.ids import Operation, PartitionId
 from upr_protocol.limits import BUNDLE_MUTATIONS_MAX
@@ -402,6 +409,22 @@ async def test_leaving_a_publisher_by_an_exception_does_not_wait(
             await sink.set("k", "v")
             raise ZeroDivisionError
     assert net.open == 0
+
+
+async def test_what_another_task_adds_while_a_publisher_is_left_is_sent(
+    net: FakeNet, server: FakeServer, autojump_clock: MockClock
+) -> None:
+    server.held = {Mutate}
+
+    async def add_another(sink: Publisher) -> None:
+        await trio.testing.wait_all_tasks_blocked()
+        await sink.set("late", "v")
+        server.release()
+
+    async with trio.open_nursery() as nursery, publisher(URL, dial=net.dial, linger_s=1e6) as sink:
+        nursery.start_soon(add_another, sink)
+        await sink.set("k", "v")
+    assert server.contents() == {b"k": b"v", b"late": b"v"}
 
 
 async def test_many_tasks_may_share_a_publisher(

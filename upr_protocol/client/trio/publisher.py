@@ -378,7 +378,7 @@ class Publisher:
             PublishError: Operations failed, and no callback was told.
         """
         await self.flush()
-        while self._unanswered.count:  # other tasks have added more
+        while self._unanswered.count or self._batcher:  # other tasks have added more
             await self.flush()
         self._nodes.stop(ClosedError("the publisher was closed"))
         if self.failures:
