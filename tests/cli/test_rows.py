@@ -177,6 +177,17 @@ def test_parquet_values_become_json() -> None:
     assert (second.line, msgspec.json.decode(second.json)["x"]) == (2, None)
 
 
+def test_parquet_a_value_that_python_cannot_hold_does_not_affect_the_next() -> None:
+    days = pa.array([0, 2**31 - 1, 1], pa.int32()).cast(pa.date32())
+    sink = io.BytesIO()
+    pq.write_table(pa.table({"n": [1, 2, 3], "day": days}), sink)
+    first, bad, last = read(sink.getvalue(), "parquet")
+    assert isinstance(bad, BadRow)
+    assert (bad.line, bad.reason.partition(":")[0]) == (2, "Python cannot hold it")
+    assert first == Row(1, {"n": 1, "day": dt.date(1970, 1, 1)}, b'{"n":1,"day":"1970-01-01"}')
+    assert last == Row(3, {"n": 3, "day": dt.date(1970, 1, 2)}, b'{"n":3,"day":"1970-01-02"}')
+
+
 def test_parquet_null_texts_become_null() -> None:
     assert values(parquet({"a": ["NA", "b"]}), "parquet", ("NA",)) == [{"a": None}, {"a": "b"}]
 

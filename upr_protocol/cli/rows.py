@@ -180,11 +180,31 @@ def _read_parquet(source: IO[bytes], null: frozenset[str]) -> tuple[list[str], R
                 raise FileError(f"the file is damaged after row {row}: {error}") from error
             if batch is None:
                 return
-            for fields in batch.to_pylist():
+            for fields in _fields_of_rows(batch):
                 row += 1
-                yield _row(row, _with_nulls(fields, null) if null else fields)
+                if isinstance(fields, str):
+                    yield BadRow(row, fields)
+                else:
+                    yield _row(row, _with_nulls(fields, null) if null else fields)
 
     return columns, rows()
+
+
+def _fields_of_rows(batch: Any) -> Iterator[dict[str, Any] | str]:
+    """The values of each row of a record batch by column; in place of a row that has a value which
+    Python cannot hold, as a date after the year 9999, the reason."""
+    try:
+        rows: list[dict[str, Any]] = batch.to_pylist()
+    except Exception:  # noqa: BLE001  whatever the type of the column has it raise
+        for index in range(batch.num_rows):
+            try:
+                (fields,) = batch.slice(index, 1).to_pylist()
+            except Exception as error:  # noqa: BLE001
+                yield f"Python cannot hold it: {error}"
+            else:
+                yield fields
+    else:
+        yield from rows
 
 
 def _with_nulls(fields: Mapping[str, Any], null: frozenset[str]) -> dict[str, Any]:
