@@ -11,7 +11,7 @@ import attrs
 import click
 import trio
 
-from upr_protocol.cli.errors import say
+from upr_protocol.cli.errors import CONNECTION_ADVICE, say
 from upr_protocol.client import Address, Client, connect
 from upr_protocol.limits import IDENTITY_BYTES_MAX
 
@@ -85,24 +85,32 @@ async def report_connection(
     was_connected: bool,
     before: Callable[[], None] = lambda: None,
 ) -> None:
-    """Says on standard error when a connection is lost and when it is back. Runs until cancelled.
+    """Says on standard error when there is no connection, and when there is one (again). Runs until
+    cancelled.
 
     Args:
-        status: Whether there is a connection now, and why the last one ended; "" if none did.
-        retry_timeout_s: How long the client keeps trying to reconnect.
+        status: Whether there is a connection now, and why the last one, or the last attempt to make
+            one, ended; "" if none did.
+        retry_timeout_s: How long the client keeps trying to connect.
         was_connected: Whether there was a connection at first.
         before: Called before anything is printed.
     """
+    is_waiting = False
     while True:
         await trio.sleep(_POLL_S)
         is_connected, last_failure = status()
-        if was_connected and not is_connected:
+        sentence = ""
+        if is_connected:
+            if is_waiting:
+                sentence = "connected again" if was_connected else "connected"
+            was_connected, is_waiting = True, False
+        elif not is_waiting and (was_connected or last_failure):
+            sentence = f"({last_failure}); trying again for up to {retry_timeout_s:,} s"
+            if was_connected:
+                sentence = f"the connection is lost {sentence}"
+            else:
+                sentence = f"there is no connection {sentence}; {CONNECTION_ADVICE}"
+            is_waiting = True
+        if sentence:
             before()
-            say(
-                f"the connection is lost ({last_failure}); trying again for up to "
-                f"{retry_timeout_s:,} s"
-            )
-        elif is_connected and not was_connected and last_failure:
-            before()
-            say("connected again")
-        was_connected = is_connected
+            say(sentence)

@@ -47,6 +47,8 @@ Exit codes:
   130  interrupted by Ctrl-C
 """
 
+CONNECTION_ADVICE: Final = "check that the server is running, and that the URL is right"
+
 _CONNECTION_STATUSES: Final = frozenset({Status.SHUTTING_DOWN, Status.IDLE, Status.BAD_CHECKSUM})
 """Statuses that end the connection and say nothing about the request."""
 
@@ -128,8 +130,7 @@ def _failure(cause: BaseException) -> FailedError | None:
     if isinstance(cause, TlsError):
         return DisconnectedError(str(cause))
     if isinstance(cause, BrokenError | ClosedError):
-        advice = "check that the server is running, and that the URL is right"
-        return DisconnectedError(f"{_sentence(cause)}; {advice}")
+        return DisconnectedError(f"{_sentence(cause)}; {CONNECTION_ADVICE}")
     if isinstance(cause, sqlite3.Error):
         return FailedError(f"the local copy cannot be read or written: {cause}")
     if isinstance(cause, OSError):
