@@ -95,6 +95,12 @@ def test_who_is_refused(
     assert "Traceback" not in refusal.stderr
 
 
+def test_a_command_that_asks_all_nodes_says_that_it_is_refused(secured: str, run: Run) -> None:
+    refusal = run("partitions", secured, code=3)
+    assert "the server wants its clients to log in: name a user" in refusal.stderr
+    assert "check that the server is running" not in refusal.stderr
+
+
 def test_commands_to_an_indexer_log_in_too(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "--user" in run("index", "list", "--help").stdout
     monkeypatch.setenv("UPR_USER", "bob")

@@ -173,12 +173,17 @@ class Operator:
         """What the node at `address` says. Reports a failure instead of raising it, also if another
         node than `name` answers."""
         try:
-            status = await self._full_status(address)
-            if name and status.node != name:
-                raise BrokenError(f"node {status.node!r} answers at {address}")
-            return NodeReport(status.node, address, status.map, status.partitions)
+            report = await self._report(address)
         except UprError as error:
             return NodeReport(name, address, failure=str(error))
+        if name and report.name != name:
+            failure = f"node {report.name!r} answers at {address}"
+            return NodeReport(name, address, failure=failure)
+        return report
+
+    async def _report(self, address: Address) -> NodeReport:
+        status = await self._full_status(address)
+        return NodeReport(status.node, address, status.map, status.partitions)
 
     async def _full_status(self, address: Address) -> NodeStatus:
         try:
@@ -207,19 +212,25 @@ class Operator:
 
         Raises:
             BrokenError: No node answers.
+            UprError: None that answers says what it has; it refuses the user, for instance.
         """
-        failures, without_bucket = [], []
+        failures: list[UprError] = []
+        without_bucket: list[NodeReport] = []
         for address in self.address.each_node():
-            report = await self.node_report(address)
-            if report.failure:
-                failures.append(report.failure)
-            elif report.map is not None or report.partitions:
+            try:
+                report = await self._report(address)
+            except UprError as error:
+                failures.append(error)
+                continue
+            if report.map is not None or report.partitions:
                 return report
-            else:
-                without_bucket.append(report)
+            without_bucket.append(report)
         if without_bucket:
             return without_bucket[0]
-        raise BrokenError("; ".join(failures))
+        for failure in failures:
+            if not isinstance(failure, BrokenError):
+                raise failure
+        raise BrokenError("; ".join(map(str, failures)))
 
     async def survey(self, more_addresses: Mapping[str, str] | None = None) -> Survey:
         """Asks a node at `address`, every node that any map names, and `more_addresses`,
