@@ -40,6 +40,7 @@ def run_command(program: str, load: Callable[[], Callable[[], Any]]) -> NoReturn
         program: Its name, for the sentence.
         load: Imports it.
     """
+    _open_closed_streams()
     # Not an exception: where Python imports, some places print a `KeyboardInterrupt` and go on.
     is_interruptible = signal.getsignal(signal.SIGINT) is signal.default_int_handler
     if is_interruptible:
@@ -62,7 +63,7 @@ def run_command(program: str, load: Callable[[], Callable[[], Any]]) -> NoReturn
         sys.exit(EXIT_INTERRUPTED)
     except OSError as error:
         # Help texts and the version are printed before a command can see to its errors.
-        if error.errno != errno.ENOSPC or error.filename is not None:
+        if error.errno not in (errno.ENOSPC, errno.EBADF) or error.filename is not None:
             raise
         # Python would try again to write what is left in its buffer.
         with open(os.devnull, "wb") as null_device:
@@ -75,6 +76,27 @@ def run_command(program: str, load: Callable[[], Callable[[], Any]]) -> NoReturn
         reason = "the system gives it no more threads, or no memory for them"
         sys.stderr.write(f"{program}: ended: {reason}; look at `ulimit -a`\n")
         sys.exit(EXIT_FAILED)
+
+
+def _open_closed_streams() -> None:
+    """Opens the null device where standard input, output or error is closed. A file or connection
+    would get its number, and be read and written in its place.
+
+    It is opened the wrong way: to read or write the stream is an error, as nothing can come of it.
+    Only what is said on standard error goes nowhere.
+    """
+    streams = (
+        ("stdin", "r", os.O_WRONLY),
+        ("stdout", "w", os.O_RDONLY),
+        ("stderr", "w", os.O_RDWR),
+    )
+    for number, (name, mode, flags) in enumerate(streams):
+        if getattr(sys, name) is None:
+            # It gets the lowest number that is free.
+            descriptor = os.open(os.devnull, flags)
+            # For processes that this one starts, too.
+            os.set_inheritable(descriptor, descriptor == number)
+            setattr(sys, name, open(descriptor, mode, closefd=False))  # noqa: SIM115
 
 
 def _is_lack_of_threads(error: BaseException) -> bool:

@@ -34,3 +34,23 @@ def test_a_help_text_for_which_the_disk_has_no_room(program: str) -> None:
     name = function.replace("_", "-")
     sentence = f"{name}: the output cannot be written: No space left on device\n"
     assert (ran.returncode, ran.stderr.decode()) == (1, sentence)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        ("--help >&-", "the output cannot be written: Bad file descriptor"),
+        ("set upr://127.0.0.1:1/b key - <&-", "standard input: Bad file descriptor"),
+    ],
+)
+def test_a_closed_stream_is_an_error_and_no_connection_takes_its_place(
+    arguments: str, sentence: str
+) -> None:
+    code = "from upr_protocol.entry import upr; upr()"
+    ran = subprocess.run(
+        ["sh", "-c", f'exec "$0" -c "$1" {arguments}', sys.executable, code],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (ran.returncode, ran.stdout, ran.stderr) == (1, "", f"upr: {sentence}\n")

@@ -438,6 +438,26 @@ async def test_a_server_whose_first_line_cannot_be_written_serves_all_the_same(
     assert "Traceback" not in log_path.read_text()
 
 
+async def test_a_server_without_standard_error_serves_all_the_same(tmp_path: Path) -> None:
+    """Its log must not go to what has the number of standard error then, as a file of a bucket."""
+    serve = ("serve", "--listen", "127.0.0.1:0", "--data-dir", str(tmp_path / "data"))
+    process = await trio.lowlevel.open_process(
+        ("sh", "-c", 'exec "$@" 2>&-', "sh", *UPR_SERVER, *serve),
+        stdout=subprocess.PIPE,
+        cwd=ROOT,
+        env=environment(),
+    )
+    assert process.stdout is not None
+    async with process.stdout:
+        try:
+            assert (await process.stdout.receive_some()).startswith(b"listening on ")
+            assert os.readlink(f"/proc/{process.pid}/fd/2") == os.devnull
+            process.terminate()
+            assert await process.wait() == 0
+        finally:
+            process.kill()
+
+
 @pytest.mark.parametrize(
     "limit", effort(["-n 15", "-v 100000"], ["-n 12", "-n 15", "-v 100000", "-v 250000"])
 )

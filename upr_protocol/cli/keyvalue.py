@@ -71,6 +71,14 @@ def _expiry(expire_in: int | None) -> int:
     return expiry
 
 
+def _standard_input() -> bytes:
+    """All of it. Raises `OSError`, which names it, if it cannot be read."""
+    try:
+        return sys.stdin.buffer.read()
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, "standard input") from error
+
+
 Write = Callable[[Client], Awaitable[WriteResult]]
 
 
@@ -88,7 +96,7 @@ def _write_command(
         def run(target: Address, **arguments: Any) -> None:
             if "value" in arguments:
                 value = arguments["value"]
-                arguments["value"] = sys.stdin.buffer.read() if value == "-" else os.fsencode(value)
+                arguments["value"] = _standard_input() if value == "-" else os.fsencode(value)
             if "expire_in" in arguments:
                 arguments["expiry"] = _expiry(arguments.pop("expire_in"))
             result = ask(target, function(**arguments))

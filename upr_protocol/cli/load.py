@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from collections.abc import Sequence
@@ -153,6 +154,10 @@ def _open_source(file: str, form: str) -> AbstractContextManager[IO[bytes]]:
             raise click.UsageError(f"{file} cannot be read: {error.strerror}") from error
     if form == "parquet":
         raise click.UsageError("Parquet is read from its end; save it to a file first")
+    try:
+        os.read(sys.stdin.fileno(), 0)
+    except OSError as error:
+        raise click.UsageError(f"standard input cannot be read: {error.strerror}") from error
     # A thread may still be reading it when the command ends, and closing it would then block. So it
     # is not closed, and it is not `sys.stdin`, which Python closes on exit.
     return nullcontext(open(sys.stdin.fileno(), "rb", closefd=False))
