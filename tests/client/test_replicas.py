@@ -272,3 +272,20 @@ async def test_a_replica_is_not_added_if_the_active_does_not_answer() -> None:
         group.proxies["a"].heal()
         await group.add_replica("c")
         assert "c" in group.map("a").nodes
+
+
+async def test_waiting_for_a_replica_says_that_its_active_has_lost_the_bucket() -> None:
+    class Lag(ReplicaLag):
+        def __setattr__(self, name: str, value: object) -> None:
+            super().__setattr__(name, value)
+            if name == "failure" and value:
+                scope.cancel()
+
+    scope = trio.CancelScope()
+    lag = Lag()
+    async with running_servers("ab") as group:
+        async with connect(group.address("a"), follow_map=False) as client:
+            await client.delete_bucket("b")
+        with scope:
+            await wait_caught_up(group.operator("b"), "b", [PartitionId(0)], lag)
+    assert lag.failure == "node a does not have the bucket"

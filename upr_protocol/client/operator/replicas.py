@@ -304,12 +304,13 @@ def _measure(
     replica: NodeReport,
 ) -> None:
     """Updates `lag`."""
-    failures = [report.failure for report in (replica, *actives.values()) if report.failure]
+    failures = [
+        node.failure or f"node {node.name} does not have the bucket"
+        for node in (replica, *actives.values())
+        if node.failure or len(node.partitions) != len(base.partitions)
+    ]
     lag.failure = failures[0] if failures else ""
     if failures:
-        return
-    if len(replica.partitions) != len(base.partitions):
-        lag.failure = f"node {replica.name} does not have the bucket yet"
         return
     lag.changes = lag.partitions = 0
     for partition in partitions:
