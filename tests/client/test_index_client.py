@@ -340,3 +340,12 @@ def test_lines_that_are_refused_are_an_error_at_once() -> None:
             assert next(entries).id == "a"
         # Other questions go on beside it, and after it.
         assert len(node.paths) == 2
+
+
+@pytest.mark.parametrize(
+    "url",
+    ["127.0.0.1:12080", "http://h:99999", "http://h:x", "http://[::1", "http://h/a", "http://"],
+)
+def test_an_url_that_is_none_is_named_with_an_example(url: str) -> None:
+    with pytest.raises(ValueError, match=r"is not an indexer's URL; write http://HOST:PORT"):
+        IndexClient(url)

@@ -6,7 +6,7 @@ import http.client
 import ssl
 from base64 import b64encode
 from collections.abc import Generator, Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from http import HTTPStatus
 from ipaddress import ip_address
 from typing import Final, TypeVar
@@ -74,22 +74,14 @@ class IndexNode:
     was lost. The arguments and errors are those of `IndexClient`."""
 
     def __init__(self, url: str, security: Security) -> None:
-        parts = urlsplit(url)
-        if (
-            parts.scheme not in ("http", "https")
-            or not parts.hostname
-            or parts.path not in ("", "/")
-        ):
-            raise ValueError(
-                f"{url!r} is not an indexer's URL; write http://HOST:PORT or https://HOST:PORT"
-            )
-        if parts.scheme == "http" and security.tls is not None:
+        scheme, host, port = _split_url(url)
+        if scheme == "http" and security.tls is not None:
             raise ValueError(
                 f"{url!r} is not encrypted: an indexer that shows a certificate has a URL that "
                 "begins with https://"
             )
         credentials = security.credentials
-        if credentials is not None and parts.scheme == "http" and not _is_loopback(parts.hostname):
+        if credentials is not None and scheme == "http" and not _is_loopback(host):
             raise ValueError(
                 f"{url!r} is not encrypted, and whoever listens would read the password: give the "
                 "indexer a certificate, and write https://"
@@ -99,11 +91,10 @@ class IndexNode:
         self.url = url
         self._credentials = credentials
         self._headers: dict[str, str] = {}
-        host, port = parts.hostname, parts.port or PORT_DEFAULT
         self._security = security
         self._connection = (
             http.client.HTTPConnection(host, port)
-            if parts.scheme == "http"
+            if scheme == "http"
             else http.client.HTTPSConnection(
                 host, port, context=client_context(security.tls or TlsSettings())
             )
@@ -200,6 +191,18 @@ class IndexNode:
         return data
 
 
+def _split_url(url: str) -> tuple[str, str, int]:
+    """The scheme, the host and the port of an indexer's URL. Raises `ValueError` if it is none."""
+    with suppress(ValueError):  # of a port that is none, or of brackets
+        parts = urlsplit(url)
+        host, port = parts.hostname, PORT_DEFAULT if parts.port is None else parts.port
+        if parts.scheme in ("http", "https") and host and port and parts.path in ("", "/"):
+            return parts.scheme, host, port
+    raise ValueError(
+        f"{url!r} is not an indexer's URL; write http://HOST:PORT or https://HOST:PORT"
+    )
+
+
 def _is_loopback(host: str) -> bool:
     try:
         return ip_address(host).is_loopback
@@ -219,7 +222,9 @@ def parse_failure(status: int, data: bytes) -> IndexerError:
     try:
         failures = msgspec.json.decode(data, type=_Failures)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-        return IndexerError("server_failed", f"not an indexer's answer: HTTP {status}")
+        return IndexerError(
+            "server_failed", f"not an indexer's answer: HTTP {status}; check the URL"
+        )
     failure = failures.error
     error = IndexerError(failure.code, failure.message, failure.place, failure.retry_after_s)
     error.nodes = failures.map.nodes
