@@ -138,6 +138,7 @@ def test_an_unreachable_server_is_a_lost_connection(start: Start, args: list[str
     out, err = start(*group, name, f"upr://127.0.0.1:{free_port()}/b", *arguments).finished(code=4)
     assert out == b""
     assert err.startswith(b"upr: cannot connect to upr://127.0.0.1:")
+    assert b": Connection refused; check that the server is running" in err
     assert err.count(b"\n") == 1
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
@@ -340,10 +341,20 @@ async def _dial(address: Address, options: TrioOptions, deadline: float) -> trio
             tls = address.security.tls
             return stream if tls is None else await _encrypted(stream, tls, address.host)
         except (OSError, trio.BrokenResourceError) as error:
-            raise BrokenError(f"cannot connect to {address}: {error}") from error
+            raise BrokenError(f"cannot connect to {address}: {_reason(error)}") from error
         except TlsError as error:
             raise TlsError(f"cannot connect to {address}: {error}") from error
     raise BrokenError(f"cannot connect to {address}: it did not answer in time")
+
+
+def _reason(error: Exception) -> str:
+    """Why there is no connection. Trio's own sentence has no more than the address."""
+    cause = error.__cause__
+    while isinstance(cause, BaseExceptionGroup):
+        cause = cause.exceptions[0]
+    if isinstance(cause, OSError) and cause.errno:
+        return os.strerror(cause.errno)
+    return str(error)
 
 
 async def _encrypted(stream: trio.abc.Stream, tls: TlsSettings, server_name: str) -> TlsStream:
