@@ -49,9 +49,11 @@ def replace_file(path: Path, data: bytes, *, mode: int = 0o666) -> None:
             file.flush()
             os.fsync(file.fileno())
         new_path.replace(path)
-    except OSError:
+    except OSError as error:
         with suppress(OSError):
             new_path.unlink(missing_ok=True)
+        if error.filename is None:  # it could not be written
+            error.filename = str(path)
         raise
     # Without this the rename itself may be lost.
     sync_path(path.parent)

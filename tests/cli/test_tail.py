@@ -316,7 +316,7 @@ def test_a_slow_reader_is_waited_for(bucket: str, run: Run, tmp_path: Path, star
 def test_a_full_disk_is_reported(filled: str, start: Start) -> None:
     with open("/dev/full", "wb") as full:
         _, err = start("tail", filled, "--until", "caught-up", stdout=full).finished(code=1)
-    assert err == b"upr: No space left on device\n"
+    assert err == b"upr: standard output: No space left on device\n"
 
 
 # What ends it.

@@ -12,7 +12,7 @@ from typing import Final
 
 import click
 
-from upr_protocol.cli.output import print_line
+from upr_protocol.cli.output import STANDARD_OUTPUT_NAME, print_line
 from upr_protocol.client import AddressError, LocalCopyError, ResumeStateError
 from upr_protocol.client.operator import NotDoneError
 from upr_protocol.errors import (
@@ -104,6 +104,8 @@ def errors_as_exits() -> Iterator[None]:
         failures = [_failure(cause) for cause in causes]
         if None in failures:
             raise
+        if any(getattr(cause, "filename", None) == STANDARD_OUTPUT_NAME for cause in causes):
+            _discard_output()
         assert failures[0] is not None
         raise failures[0] from error
 
@@ -126,7 +128,10 @@ def _failure(cause: BaseException) -> FailedError | None:
     if isinstance(cause, NotDoneError):
         return RefusedError(str(cause))
     if isinstance(cause, RemoteProtocolError):
-        return DisconnectedError(f"the server does not speak UPR: {cause}")
+        return DisconnectedError(
+            f"the server does not speak UPR: {cause}; check the URL, and that the server is of the "
+            "same version as this command"
+        )
     if isinstance(cause, TlsError):
         return DisconnectedError(str(cause))
     if isinstance(cause, BrokenError | ClosedError):

@@ -14,7 +14,7 @@ import click
 from upr_protocol.cli.connection import ask
 from upr_protocol.cli.errors import INCOMPLETE, say
 from upr_protocol.cli.escaping import printable
-from upr_protocol.cli.output import print_json, text_fields
+from upr_protocol.cli.output import print_json, print_line, text_fields, write_output
 from upr_protocol.cli.parameters import (
     U32,
     U64,
@@ -101,9 +101,9 @@ def _write_command(
                 arguments["expiry"] = _expiry(arguments.pop("expire_in"))
             result = ask(target, function(**arguments))
             if result.count is not None:
-                click.echo(result.count)
+                print_line(str(result.count))
             else:
-                click.echo(f"partition {result.partition}, seq {result.seq}, CAS {result.cas}")
+                print_line(f"partition {result.partition}, seq {result.seq}, CAS {result.cas}")
 
         command: Any = run
         for parameter in reversed((bucket_argument, *parameters, durability_options)):
@@ -148,7 +148,7 @@ def get(target: Address, keys: tuple[bytes, ...], as_json: bool, raw: bool) -> N
         if as_json:
             print_json(_fields(item))
         else:
-            click.echo(_displayable(item.value), nl=not raw)
+            write_output(_displayable(item.value), nl=not raw)
     for key in missing_keys:
         reason = ADVICE[refusals[key]] if key in refusals else "no such key"
         say(f"{os.fsdecode(key)}: {reason}")

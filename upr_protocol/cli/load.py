@@ -18,7 +18,7 @@ from upr_protocol.chunk import Chunk, chunk_of_plain_sets
 from upr_protocol.cli.connection import command_identity, run_until_signal
 from upr_protocol.cli.errors import REFUSED, FailedError, say
 from upr_protocol.cli.load_report import LoadReport
-from upr_protocol.cli.output import ProgressDisplay, rate_text, size_text
+from upr_protocol.cli.output import ProgressDisplay, print_line, rate_text, size_text
 from upr_protocol.cli.parameters import (
     TargetCommand,
     bucket_argument,
@@ -250,7 +250,7 @@ class _Load:
             progress.clear()
             for sentence in self.report.problems(self.unit):
                 say(sentence)
-            click.echo(self._total())
+            print_line(self._total())
         if self.report.refused_counts:
             raise click.exceptions.Exit(REFUSED)
         if self.report.rows and not self.report.rows_sent:

@@ -7,7 +7,8 @@ import select
 import stat
 import sys
 from base64 import b64encode
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Final
 
 import click
@@ -44,10 +45,35 @@ def text_fields(name: str, data: bytes) -> dict[str, str]:
 
 # Lines.
 
+STANDARD_OUTPUT_NAME: Final = "standard output"
+"""What the errors of writing to it have in place of a file's name."""
+
+
+def write_output(data: str | bytes, *, nl: bool = True) -> None:
+    """Writes to standard output, at once.
+
+    Raises:
+        BrokenPipeError: The reader has closed its end.
+        OSError: It cannot be written; the error names it.
+    """
+    with _named_errors():
+        click.echo(data, nl=nl)
+
+
+@contextmanager
+def _named_errors() -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, STANDARD_OUTPUT_NAME) from error
+
 
 def print_line(text: str = "", *, err: bool = False) -> None:
     """Prints a line for people, on standard error if `err`."""
-    click.echo(printable(text), err=err)
+    if err:
+        click.echo(printable(text), err=True)
+    else:
+        write_output(printable(text))
 
 
 def print_json(value: object, *, indent: int | None = None) -> None:
@@ -55,7 +81,7 @@ def print_json(value: object, *, indent: int | None = None) -> None:
     data = msgspec.json.encode(value)
     if indent is not None:
         data = msgspec.json.format(data, indent=indent)
-    click.echo(printable_json(data))
+    write_output(printable_json(data))
 
 
 # Tables.
@@ -80,7 +106,7 @@ def print_table(
             cell.rjust(width) if to_right else cell.ljust(width)
             for cell, width, to_right in zip(line, widths, right, strict=True)
         )
-        click.echo("  ".join(padded).rstrip())
+        write_output("  ".join(padded).rstrip())
 
 
 def _cell(value: object) -> str:
@@ -198,8 +224,9 @@ class Output:
 
 def _write_all(descriptor: int, data: bytes) -> None:
     view = memoryview(data)
-    while view:
-        try:
-            view = view[os.write(descriptor, view) :]
-        except BlockingIOError:
-            select.select((), (descriptor,), ())
+    with _named_errors():
+        while view:
+            try:
+                view = view[os.write(descriptor, view) :]
+            except BlockingIOError:
+                select.select((), (descriptor,), ())

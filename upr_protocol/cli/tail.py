@@ -17,7 +17,7 @@ import trio
 from upr_protocol.cli.connection import command_identity, report_connection, run_until_signal
 from upr_protocol.cli.errors import RefusedError, say
 from upr_protocol.cli.event_lines import EventCounts, event_lines
-from upr_protocol.cli.output import Output, ProgressDisplay
+from upr_protocol.cli.output import Output, ProgressDisplay, print_line
 from upr_protocol.cli.parameters import (
     TargetCommand,
     bucket_argument,
@@ -201,7 +201,7 @@ class _Tail:
         finally:
             progress.clear()
             if not self.as_lines:
-                click.echo(self.summary.total())
+                print_line(self.summary.total())
         if self._is_deleted:
             raise RefusedError(f"the bucket {self.target.bucket!r} was deleted")
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 from contextlib import suppress
 from pathlib import Path
 
@@ -276,6 +278,18 @@ def test_a_file_is_replaced_atomically(tmp_path: Path) -> None:
     with pytest.raises(OSError):  # noqa: PT011  which one depends on the system
         store.save_now(ResumeState("b"))
     assert store.load_now() == state
+
+
+def test_the_error_of_a_full_disk_names_the_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fsync(_descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    store = FileStore(tmp_path / "resume.json")
+    monkeypatch.setattr("os.fsync", fsync)
+    with pytest.raises(OSError, match=f"No space left on device: '{store.path}'"):
+        store.save_now(ResumeState("b"))
 
 
 async def test_a_file_is_read_and_written_by_the_consumer(
