@@ -312,6 +312,7 @@ Exit codes:
   0    the copy is ready to be served
   1    the directory is in use, damaged or not writable
   2    wrong usage: check the command line
+  130  interrupted by Ctrl-C
 """
 
 _INIT_EXITS = """\b
@@ -332,6 +333,7 @@ Exit codes:
   0    no replica has damaged chunks any more
   1    the node is active for a damaged partition, or the directory cannot be used
   2    wrong usage: check the command line
+  130  interrupted by Ctrl-C
 """
 
 _data_dir = click.option(
@@ -540,6 +542,9 @@ def mend_command(data_dir: Path) -> None:
             # At once: an error that follows must not hide what was emptied already.
             _print(str(partition))
             damaged.append(partition)
+    except DataDirectoryError as error:
+        _say(str(error))
+        sys.exit(EXIT_FAILED)
     except StorageError as error:
         _say(f"{error}; run `upr-server check`")
         sys.exit(EXIT_FAILED)
@@ -586,7 +591,8 @@ def _inspect(data_dir: Path, bucket: str | None, task: Task, options: DumpOption
         with lock_for_reading(data_dir):
             names = bucket_names(data_dir)
             if bucket is not None and bucket not in names:
-                raise click.UsageError(f"{data_dir} has no bucket {bucket!r}, but {names}")
+                text = ", ".join(names) or "none"
+                raise click.UsageError(f"{data_dir} has no bucket {bucket!r}; it has {text}")
             names = names if bucket is None else [bucket]
             inspected.buckets = len(names)
             for finding in inspect(data_dir, names, task, options):

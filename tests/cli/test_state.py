@@ -232,6 +232,8 @@ def test_explain_refuses_a_bad_file(bucket: str, run: Run, tmp_path: Path) -> No
         assert f"{other_path}: " in err
         assert "resume state" in err
         assert "DecodeError" not in err
+        assert err in run("tail", bucket, "--resume", str(other_path), code=2).stderr
+        assert "name another file" in err
 
 
 def test_explain_refuses_the_copy_of_another_bucket(

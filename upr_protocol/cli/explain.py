@@ -48,8 +48,8 @@ def _cannot_undo(_: PartitionId) -> SeqNo | None:
 
 
 def _load(path: Path, bucket: str) -> tuple[ResumeState, RollbackFloor]:
+    state, floor_of = _read(path)
     try:
-        state, floor_of = _read(path)
         state.check_bucket(bucket)
     except ResumeStateError as error:
         raise BadInputError(f"{path}: {error}") from error

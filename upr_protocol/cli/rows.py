@@ -91,7 +91,9 @@ def _read_csv(source: IO[bytes], null: frozenset[str]) -> tuple[list[str], Rows]
     try:
         columns = next(reader, None)
     except csv.Error as error:
-        raise FileError(f"the first line is not a CSV header: {error}") from error
+        raise FileError(
+            f"the first line is not a CSV header: {error}; begin the file with the columns' names"
+        ) from error
     if not columns:
         raise FileError("the file is empty: a CSV file begins with a line of column names")
     _check_names_differ(columns)
@@ -167,7 +169,9 @@ def _read_parquet(source: IO[bytes], null: frozenset[str]) -> tuple[list[str], R
         file = pq.ParquetFile(source)
         columns = list(file.schema_arrow.names)
     except (pa.ArrowException, OSError) as error:
-        raise FileError(f"this is not a Parquet file: {error}") from error
+        raise FileError(
+            f"this is not a Parquet file: {error}; name its format with --format"
+        ) from error
     _check_names_differ(columns)
 
     def rows() -> Rows:
@@ -177,7 +181,9 @@ def _read_parquet(source: IO[bytes], null: frozenset[str]) -> tuple[list[str], R
             try:
                 batch = next(batches, None)
             except (pa.ArrowException, OSError) as error:
-                raise FileError(f"the file is damaged after row {row}: {error}") from error
+                raise FileError(
+                    f"the file is damaged after row {row}: {error}; make it and load it again"
+                ) from error
             if batch is None:
                 return
             for fields in _fields_of_rows(batch):

@@ -68,7 +68,8 @@ def create(target: Address, partitions: int | None, quota: int | None) -> None:
 def delete(target: Address, yes: bool) -> None:
     """Delete the bucket that URL names, with all its items.
 
-    Consumers of the bucket are told, and their streams end.
+    Consumers of the bucket are told, and their streams end. Of several nodes that hold the bucket,
+    only the one that URL names deletes it.
     """
     if not yes:
         click.confirm(f"Delete {target} and all its items?", abort=True, err=True)

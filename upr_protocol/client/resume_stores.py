@@ -8,7 +8,7 @@ from typing import Protocol
 
 import trio
 
-from upr_protocol.client.core.resume_state import ResumeState
+from upr_protocol.client.core.resume_state import ResumeState, ResumeStateError
 from upr_protocol.durable_files import replace_file
 
 
@@ -54,13 +54,16 @@ class FileStore:
 
         Raises:
             OSError: The file cannot be read.
-            ResumeStateError: It does not hold a resume state.
+            ResumeStateError: It does not hold a resume state; the sentence names it.
         """
         try:
             data = self.path.read_bytes()
         except FileNotFoundError:
             return None
-        return ResumeState.decode(data)
+        try:
+            return ResumeState.decode(data)
+        except ResumeStateError as error:
+            raise ResumeStateError(f"{self.path}: {error}; name another file") from error
 
     def save_now(self, state: ResumeState) -> None:
         """Saves `state`; when this returns it is on disk.

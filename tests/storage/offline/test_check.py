@@ -153,10 +153,10 @@ def test_the_default_directory_is_the_users_own() -> None:
 
 
 def test_a_foreign_directory_is_refused(tmp_path: Path) -> None:
-    for command in ("check", "dump"):
+    for command in ("check", "dump", "mend"):
         checked = run(command, "--data-dir", tmp_path)
         assert checked.returncode == 1
-        assert "is not a data directory" in checked.stderr
+        assert checked.stderr.endswith("is not a data directory; name one with --data-dir\n")
     assert not list(tmp_path.iterdir())
 
 

@@ -109,7 +109,8 @@ class ResumeState:
         """
         if self.bucket != bucket:
             raise ResumeStateError(
-                f"the resume state is of the bucket {self.bucket!r}, not of {bucket!r}"
+                f"the resume state is of the bucket {self.bucket!r}, not of {bucket!r}: use one "
+                "for each bucket"
             )
 
     def copy(self) -> Self:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Final
 
 from upr_protocol.client.core.key_lookup import Item
-from upr_protocol.client.core.resume_state import ResumeState
+from upr_protocol.client.core.resume_state import ResumeState, ResumeStateError
 from upr_protocol.errors import UprError
 from upr_protocol.ids import Cas, HistoryId, PartitionId, SeqNo
 
@@ -79,7 +79,7 @@ def translated_errors(directory: Path) -> Iterator[None]:
         if getattr(error, "sqlite_errorcode", 0) & 0xFF in _DISK_FAILURES:
             raise write_error(directory, error) from error
         raise LocalCopyError(
-            f"{directory} does not hold a readable local copy: {error}; give another directory"
+            f"{directory} does not hold a readable local copy: {error}; name another directory"
         ) from error
 
 
@@ -110,16 +110,23 @@ def read_resume_state(database: sqlite3.Connection, directory: Path) -> ResumeSt
     """The resume state as it was committed last.
 
     Raises:
-        LocalCopyError: The copy has another version.
+        LocalCopyError: The copy has another version, or is damaged.
     """
     meta = dict(database.execute("SELECT name, value FROM meta").fetchall())
     if meta.get("version") != str(_VERSION) or "bucket" not in meta:
-        raise LocalCopyError(f"{directory} does not hold a local copy of version {_VERSION}")
+        raise LocalCopyError(
+            f"{directory} does not hold a local copy of version {_VERSION}; name another directory"
+        )
     state = ResumeState(meta["bucket"])
     for (position,) in database.execute(
         "SELECT position FROM partitions WHERE position IS NOT NULL"
     ).fetchall():
-        state.positions.update(ResumeState.decode(position).positions)
+        try:
+            state.positions.update(ResumeState.decode(position).positions)
+        except ResumeStateError as error:
+            raise LocalCopyError(
+                f"{directory} does not hold a readable local copy: {error}; name another directory"
+            ) from error
     return state
 
 
@@ -166,7 +173,10 @@ class LocalCopyReader:
     def __init__(self, directory: str | os.PathLike[str]) -> None:
         path = Path(directory) / FILE_NAME
         if not path.is_file():
-            raise LocalCopyError(f"{directory} does not hold a local copy")
+            raise LocalCopyError(
+                f"{directory} does not hold a local copy; name the directory of `upr tail --state` "
+                "or of keep_local_copy"
+            )
         self._database = connect_database(path)
         try:
             with translated_errors(Path(directory)):

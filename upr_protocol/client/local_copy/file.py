@@ -109,7 +109,9 @@ class LocalCopyFile:
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError as error:
-                raise LocalCopyError(f"{directory} is in use by another process") from error
+                raise LocalCopyError(
+                    f"{directory} is in use by another process; stop it, or name another directory"
+                ) from error
             database = connect_database(directory / FILE_NAME)
             try:
                 state = _prepare(database, directory, bucket)

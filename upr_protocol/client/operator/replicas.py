@@ -83,7 +83,7 @@ async def add_replicas(
     _check_new_replica(survey, base, node, address, source)
     assignments = _with_replica(base, require_partitions(survey, partitions), node, source)
     if not assignments:
-        raise NotDoneError(f"{node} is already active for all of them")
+        raise NotDoneError(f"{node} is already active for all of them; nothing to do")
     if address:
         base = msgspec.structs.replace(base, nodes={**base.nodes, node: address})
     new_map = _revise(base, survey, assignments)
@@ -120,9 +120,9 @@ def _check_name(operator: Operator, node: str, address: str) -> None:
     try:
         operator.address.of_node(address)
     except AddressError as error:
-        raise NotDoneError(f"{address!r} is not HOST:PORT") from error
+        raise NotDoneError(f"{address!r} is not HOST:PORT, as in 10.0.0.2:12000") from error
     if not address.rpartition(":")[2].isdigit():
-        raise NotDoneError(f"{address!r} is not HOST:PORT")
+        raise NotDoneError(f"{address!r} is not HOST:PORT, as in 10.0.0.2:12000")
 
 
 def _first_map(survey: Survey, address: str, own_address: str) -> PartitionMap:
@@ -217,7 +217,7 @@ async def remove_replicas(
     ):
         nodes = {name: address for name, address in nodes.items() if name != node}
     if not assignments and nodes == base.nodes:
-        raise NotDoneError(f"{node} is not a replica of any of them")
+        raise NotDoneError(f"{node} is not a replica of any of them; nothing to do")
     new_map = _revise(msgspec.structs.replace(base, nodes=nodes), survey, assignments)
     publisher = MapPublisher(operator, survey)
     actives = _last_actives(new_map)

@@ -108,7 +108,10 @@ class Survey:
         """Raises `NotDoneError` if a node does not answer."""
         if not self.reaches(name):
             reason = self.nodes[name].failure if name in self.nodes else "no map names it"
-            raise NotDoneError(f"node {name} is needed, but cannot be reached: {reason}")
+            raise NotDoneError(
+                f"node {name} is needed, but cannot be reached: {reason}; start it, or correct its "
+                "address, and repeat the command"
+            )
 
 
 def _ignore(_: str) -> None:
@@ -296,5 +299,5 @@ class Operator:
 
 def _require_name(status: NodeStatus, address: Address) -> NodeStatus:
     if not status.node:
-        raise NotDoneError(f"the server at {address} is not part of a cluster")
+        raise NotDoneError(f"the server at {address} has no name: set `node` in its configuration")
     return status

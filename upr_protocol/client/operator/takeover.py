@@ -94,7 +94,7 @@ async def take_over(
         if assignment.active != to:
             partitions_of.setdefault(last_active_of(assignment), []).append(partition)
     if not partitions_of:
-        raise NotDoneError(f"{to} is already active for all of them")
+        raise NotDoneError(f"{to} is already active for all of them; nothing to do")
     newest = base
     for index, (source, its_partitions) in enumerate(partitions_of.items()):
         if index:

@@ -121,12 +121,19 @@ def _decode(path: Path, data: bytes) -> tuple[list[bytes], int]:
         if length ^ complement != _ONES:
             # A crash may leave the file with its new length and without its new contents: zeros.
             if any(data[start + _HEADER.size :]):
-                raise DamagedFileError(f"{path} is damaged at byte {start}")
+                raise _damage(path, start)
             break
         if end > len(data) or (end == len(data) and crc32c(record) != crc):
             break
         if crc32c(record) != crc:
-            raise DamagedFileError(f"{path} is damaged at byte {start}")
+            raise _damage(path, start)
         records.append(record)
         start = end
     return records, start
+
+
+def _damage(path: Path, start: int) -> DamagedFileError:
+    return DamagedFileError(
+        f"{path} is damaged at byte {start}: restore it, or remove it together with the copy and "
+        "the resume state that belong to it, and begin anew"
+    )

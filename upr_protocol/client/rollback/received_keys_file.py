@@ -119,7 +119,8 @@ class ReceivedKeysFile:
             raise DamagedFileError(f"{path} is not a received-keys file of version {_VERSION}")
         if bucket != self._bucket:
             raise DamagedFileError(
-                f"{path} holds the received keys of the bucket {bucket!r}, not of {self._bucket!r}"
+                f"{path} holds the received keys of the bucket {bucket!r}, not of "
+                f"{self._bucket!r}: use one for each bucket"
             )
 
     def _apply(self, kind: str, partition: PartitionId, *fields: Any) -> None:

@@ -147,8 +147,9 @@ class Client(KeyOperations[Coroutine[Any, Any, WriteResult]]):
         await self._dispatcher.ask(calls.create_bucket(name, partition_count, quota_bytes))
 
     async def delete_bucket(self, name: str) -> None:
-        """Deletes a bucket with its contents. `ServerError` with `NO_BUCKET` if it does not
-        exist."""
+        """Deletes a bucket with its contents. `ServerError` with `NO_BUCKET` if it does not exist.
+        Of several nodes that hold it, only the one that this is connected to deletes it: connect
+        to each, with a URL without the bucket."""
         await self._dispatcher.ask(calls.delete_bucket(name))
 
     async def list_buckets(self) -> list[BucketInfo]:
