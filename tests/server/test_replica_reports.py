@@ -7,6 +7,10 @@ from itertools import count, pairwise
 from types import SimpleNamespace
 from typing import cast
 
+import pytest
+import trio.testing
+
+from tests.server.test_connection import P0, Peer, connected, make_server, sets
 from upr_protocol.chunk import Chunk, Mutation
 from upr_protocol.ids import HistoryId, Operation, PartitionId, SeqNo
 from upr_protocol.wire import ReplicaAck
@@ -41,7 +45,7 @@ def test_who_waits_for_many_partitions_is_answered_in_steps() -> None:
         bucket=bucket,
         partition_maps=SimpleNamespace(is_replica=lambda *_arguments: True),
         report_wait=ReportWait(),
-        note_replica=lambda _partition: None,
+        note_replica=lambda _partition: True,
         disk=SimpleNamespace(progress=SimpleNamespace(notify=lambda: None)),
     )
     steps = replica_ack(cast("RequestContext", context), ReplicaAck(tuple(rows)))
@@ -51,3 +55,31 @@ def test_who_waits_for_many_partitions_is_answered_in_steps() -> None:
     assert answers == [True] * (WAITING * PARTITIONS)
     counts.append(len(answers))
     assert max(later - earlier for earlier, later in pairwise(counts)) <= SLICE_PARTITIONS + WAITING
+
+
+async def test_a_late_report_by_an_old_connection_does_not_count(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Packets may come long after the replica has connected anew, and rolled back."""
+    server = make_server()
+    monkeypatch.setattr(server.partition_maps, "is_replica", lambda *_arguments: True)
+    async with (
+        connected(server, identity="replica:r") as old,
+        connected(server, identity="replica:r") as new,
+    ):
+        for replica in (old, new):
+            await replica.open()
+            await replica.mutate(sets(b"k"))
+        (bucket,) = server.catalog.buckets
+        (partition,) = bucket.partitions
+        history_id = partition.failover_log.current
+
+        async def report(replica: Peer, seq: int) -> None:
+            await replica.say(ReplicaAck(((P0, history_id, SeqNo(seq), SeqNo(0)),)))
+            await trio.testing.wait_all_tasks_blocked()
+
+        for replica, seq in ((old, 2), (new, 1), (old, 2)):
+            await report(replica, seq)
+        assert partition.replicas.seq_reached_by(1) == 1
+        await report(new, 2)
+        assert partition.replicas.seq_reached_by(1) == 2

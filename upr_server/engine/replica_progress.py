@@ -53,7 +53,13 @@ class ReplicaProgress:
         return len(self._reports)
 
     def report(
-        self, replica: str, received_seq: SeqNo, persisted_seq: SeqNo, source: object = None
+        self,
+        replica: str,
+        received_seq: SeqNo,
+        persisted_seq: SeqNo,
+        source: object = None,
+        *,
+        is_first: bool = True,
     ) -> int:
         """A replica has come so far, or has rolled back to there. Makes some of the calls that
         waited for that.
@@ -64,10 +70,15 @@ class ReplicaProgress:
             persisted_seq: The last one that it has on disk.
             source: The connection it came by: a replica may connect anew before the old connection
                 is gone.
+            is_first: Whether nothing came by that connection before. What comes by an old one, once
+                the replica has reported by a newer one, is late, and does not count.
 
         Returns:
             As `make_calls`.
         """
+        report = self._reports.get(replica)
+        if report is not None and report.source is not source and not is_first:
+            return 0
         self._reports[replica] = _Report(source, received_seq, persisted_seq)
         return self.make_calls()
 

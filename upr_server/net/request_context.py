@@ -221,10 +221,12 @@ class RequestContext:
         """The name of the client's node, if the client is a replica."""
         return self._session.client_identity.removeprefix(REPLICA_PREFIX)
 
-    def note_replica(self, partition: Partition) -> None:
+    def note_replica(self, partition: Partition) -> bool:
         """The client is a replica, and reports what it has of a partition. That counts for as long
-        as the connection lasts."""
+        as the connection lasts. Returns whether it is the first report of that partition."""
+        is_first = partition not in self._replicas
         self._replicas[partition] = self.replica_name
+        return is_first
 
     # Answering.
 
