@@ -376,9 +376,13 @@ def test_a_cut_has_all_that_was_acknowledged_though_a_node_takes_over() -> None:
     assert list(driver.leases) == [cut.lease_id]
 
 
-def test_a_cut_is_read_under_its_own_lease_or_not_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("loses_changes", [False, True])
+def test_a_cut_is_read_under_its_own_lease_or_not_at_all(
+    monkeypatch: pytest.MonkeyPatch, *, loses_changes: bool
+) -> None:
     """A node that took over would grant another lease of the same name, on what it has left: and
-    nobody would notice the rows that are missing."""
+    nobody would notice the rows that are missing. Nor are numbers that it never had wrong options.
+    """
     driver = ModelDriverClient(1)
     monkeypatch.setattr(batch_reader, "BucketDriverClient", lambda _: driver)
     driver.write(0, 0)
@@ -389,11 +393,15 @@ def test_a_cut_is_read_under_its_own_lease_or_not_at_all(monkeypatch: pytest.Mon
     (task,) = reader.partitions()
     assert isinstance(task, ReadTask)
     assert driver.read(0, 0, 1, task.lease_id) == [(1, 0)]
-    driver.write(0, 0)
-    driver.flush(0)
-    driver.take_over(0)
+    if loses_changes:
+        driver.fail_over(0, 0)
+    else:
+        driver.write(0, 0)
+        driver.flush(0)
+        driver.take_over(0)
     failing("UPR_RANGE_GONE", reader.partitions)
-    failing("UPR_RANGE_GONE", lambda: check_cut(driver, cut, lambda _: {}))
+    error = "UPR_ROLLBACK" if loses_changes else "UPR_RANGE_GONE"
+    failing(error, lambda: check_cut(driver, cut, lambda _: {}))
 
 
 @pytest.mark.parametrize(

@@ -59,6 +59,9 @@ class BatchReader(DataSourceReader):
         for options in options_of_buckets(self._options):
             driver = BucketDriverClient(options)
             try:
+                if not self._acquires_lease:
+                    # First: a node that has lost changes has fewer numbers than the options say.
+                    driver.renew_lease(self._lease_id)
                 tasks += plan(options, driver, self._lease_id, acquires_lease=self._acquires_lease)
             except ServerError as error:
                 raise _not_readable(error, options) from error
