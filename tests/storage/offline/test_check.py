@@ -454,6 +454,18 @@ def test_an_expiry_that_is_missing_is_noticed(data: Path) -> None:
     assert any("has no expiry record" in problem for _, problem in problems_in(data))
 
 
+def test_entries_that_an_interrupted_rollback_has_left_are_no_problem(data: Path) -> None:
+    """The next start deletes them, and indexes the partition anew."""
+    folder = data / "buckets" / BUCKET
+    storage = BucketStorage(
+        LmdbOrderedMap(folder / "log", bytes_max=1 << 30, is_summed=True),
+        LmdbOrderedMap(folder / "index", bytes_max=1 << 30),
+    )
+    assert storage.index.delete_entries(0, 1)
+    storage.close()
+    assert problems_in(data) == []
+
+
 def test_a_watermark_above_the_log_is_noticed(data: Path) -> None:
     key = partition_key(WATERMARK, 1)
     mark = Watermark(SeqNo(1 << 40), 0, 0)

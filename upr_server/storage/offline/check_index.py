@@ -112,6 +112,10 @@ def check_entries(
         watermark: How far the index has followed the log.
         purge_seq: Tombstones up to here may have been dropped from the log.
     """
+    if not watermark.seq:
+        # A crash may have interrupted a rollback to the beginning: the next start deletes the rest.
+        yield Progress()
+        return
     items = 0
     with index.read() as transaction:
         for key, expected_entry in newest.items():
