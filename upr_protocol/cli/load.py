@@ -15,7 +15,7 @@ import click
 import trio
 
 from upr_protocol.chunk import Chunk, chunk_of_plain_sets
-from upr_protocol.cli.connection import command_identity, run_until_signal
+from upr_protocol.cli.connection import command_identity, report_connection, run_until_signal
 from upr_protocol.cli.errors import REFUSED, FailedError, say
 from upr_protocol.cli.load_report import LoadReport
 from upr_protocol.cli.output import ProgressDisplay, print_line, rate_text, size_text
@@ -270,6 +270,7 @@ class _Load:
             trio.open_nursery() as nursery,
             read_in_thread(rows, _size_of) as source,
         ):
+            nursery.start_soon(self._report_connection, sink, progress)
             if progress is not None:
                 nursery.start_soon(progress.run)
             batches = LoadBatches(sink.partition_count)
@@ -282,6 +283,14 @@ class _Load:
             self._check_fatal_status()
             self._is_finished = True
             nursery.cancel_scope.cancel()
+
+    async def _report_connection(self, sink: Publisher, progress: ProgressDisplay | None) -> None:
+        def status() -> tuple[bool, str]:
+            statistics = sink.statistics()
+            return statistics.is_connected, statistics.last_failure
+
+        before = (lambda: None) if progress is None else progress.clear
+        await report_connection(status, self.retry_timeout_s, was_connected=True, before=before)
 
     async def _send(self, sink: Publisher, batches: LoadBatches, rows: list[Row | BadRow]) -> None:
         report = self.report

@@ -599,11 +599,15 @@ async def test_statistics_keep_the_reason_of_the_last_failure(
 ) -> None:
     async with publisher(URL, dial=net.dial) as sink:
         assert sink.statistics().last_failure == ""
+        assert sink.statistics().is_connected
         net.cut()
+        await trio.testing.wait_all_tasks_blocked()
+        assert not sink.statistics().is_connected
         await sink.set("k", "v")
         await sink.flush()
         assert "the connection was lost" in sink.statistics().last_failure
         assert sink.statistics().connections == 2
+        assert sink.statistics().is_connected
 
 
 async def test_a_bucket_made_anew_with_other_partitions_ends_the_publisher(

@@ -57,6 +57,7 @@ class PublisherStatistics:
         mutations: How many operations were answered, failed ones among them.
         resent_batches: How many times a batch was sent again.
         last_failure: Why the last connection, or attempt to make one, ended; empty at first.
+        is_connected: Whether there is a connection to any node.
     """
 
     batches: int
@@ -67,6 +68,7 @@ class PublisherStatistics:
     unanswered_bytes: int
     connections: int
     last_failure: str
+    is_connected: bool
 
 
 class Publisher:
@@ -397,6 +399,7 @@ class Publisher:
             self._unanswered.nbytes,
             self._nodes.connection_count,
             self._nodes.connections.last_failure,
+            self._nodes.is_connected,
         )
 
 

@@ -27,6 +27,11 @@ class NodePublisher(NodeHandler):
         self._nodes = nodes
         self._connection: TrioConnection | None = None
 
+    @property
+    def is_connected(self) -> bool:
+        """Whether there is a connection."""
+        return self._connection is not None
+
     def connection_made(self, connection: TrioConnection) -> None:
         self._connection = connection
         self.send()
@@ -148,6 +153,11 @@ class PublisherNodes:
             self.flush_events.pop(period).set()
 
     # For the publisher.
+
+    @property
+    def is_connected(self) -> bool:
+        """Whether there is a connection to any node."""
+        return any(publisher.is_connected for publisher in self.connections.handlers)
 
     @property
     def out_of_credit_since(self) -> float | None:
