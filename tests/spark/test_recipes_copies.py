@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 
@@ -24,7 +24,7 @@ from tests.spark.bucket import (
 )
 from tests.spark.model_driver_client import ModelDriverClient
 from upr_protocol.chunk import Mutation
-from upr_protocol.client import BlockingClient, PartitionInfo
+from upr_protocol.client import BlockingClient, PartitionInfo, PartitionNumbers
 from upr_protocol.failover import FailoverLog
 from upr_protocol.ids import Operation, PartitionId, PartitionState, SeqNo
 from upr_protocol.spark import batch_reader
@@ -374,6 +374,20 @@ def test_a_cut_has_all_that_was_acknowledged_though_a_node_takes_over() -> None:
     cut = pin_cut(driver, lambda _: {})
     assert cut.ends == {0: 5}
     assert list(driver.leases) == [cut.lease_id]
+
+
+def test_a_cut_that_cannot_be_told_of_pins_nothing() -> None:
+    """It would hold back compaction until its lease ends by itself."""
+
+    class GoneServer(ModelDriverClient):
+        def seqnos(self) -> Mapping[PartitionId, PartitionNumbers]:
+            if self.leases:
+                raise PipelineError("UPR_UNREACHABLE", "the server has gone")
+            return super().seqnos()
+
+    driver = GoneServer(1)
+    failing("UPR_UNREACHABLE", lambda: pin_cut(driver, lambda _: {}))
+    assert not driver.leases
 
 
 @pytest.mark.parametrize("loses_changes", [False, True])

@@ -181,9 +181,14 @@ def pin_cut(
             "other nodes have become active each time that all changes were to be pinned, "
             f"{NEW_LEASE_TRIES} times: find out why, and run this again",
         )
-    # A history that began since the lease was granted began behind its end.
-    driver.seqnos()
-    logs = {partition: info.log for partition, info in driver.partition_infos().items()}
+    logs = None
+    try:
+        # A history that began since the lease was granted began behind its end.
+        driver.seqnos()
+        logs = {partition: info.log for partition, info in driver.partition_infos().items()}
+    finally:
+        if logs is None:
+            driver.release_lease(lease.lease_id)
     ends = {pinned.partition: pinned.end for pinned in lease.ranges}
     return PinnedCut(lease.lease_id, logs, starts, ends)
 
