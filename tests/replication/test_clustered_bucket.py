@@ -9,6 +9,8 @@ import pytest
 import trio
 from trio.testing import MockClock
 
+from tests.kit.steps import LargestStep
+from upr_protocol.chunk import chunk_of_plain_sets
 from upr_protocol.client import Address, NodeClient
 from upr_protocol.errors import ServerError, Status
 from upr_protocol.failover import FailoverLog
@@ -18,10 +20,10 @@ from upr_protocol.transport import dial_tcp
 from upr_protocol.wire import Message, Open, Opened
 from upr_server.app import Server, running_server
 from upr_server.config import ServerConfig
-from upr_server.engine import Bucket, Partition
+from upr_server.engine import QUOTA_BYTES_MIN, Bucket, Partition, batch_of
 from upr_server.net.handlers.streams import FIRST_PARTITIONS, open_bucket
 from upr_server.net.request_context import RequestContext
-from upr_server.replication import roles
+from upr_server.replication import clustered_bucket, roles
 from upr_server.replication.roles import STEP_PARTITIONS
 from upr_server.storage.chunk_log import ChunkLog
 from upr_server.storage.simulated import SimulatedStore
@@ -172,6 +174,33 @@ async def test_the_map_of_a_bucket_that_is_deleted_meanwhile_is_not_stored_for_t
         assert server.partition_maps.map_of("b") is None
         log, _ = store.directory.disks["b"]
         assert not ChunkLog(log).load().partition_map
+
+
+async def test_partitions_that_are_handed_over_forget_their_keys_in_steps(
+    monkeypatch: pytest.MonkeyPatch, autojump_clock: MockClock
+) -> None:
+    """A node may have tens of millions in memory."""
+    monkeypatch.setattr(clustered_bucket, "FORGOTTEN_KEYS", 1)
+    config = ServerConfig(listen="127.0.0.1:0", node="a")
+    async with running_server(config, SimulatedStore()) as server:
+        nodes = {"a": f"127.0.0.1:{server.port}", "b": "127.0.0.1:1"}
+        held = (Assignment("a"),) * (LAST + 1)
+        first = PartitionMap(bucket="b", revision=1, nodes=nodes, partitions=held)
+        await server.catalog.create_bucket("b", len(held), QUOTA_BYTES_MIN)
+        await server.partition_maps.set_map(0, first.encode())
+        partitions = server.catalog.bucket("b").partitions
+        keys = [b"%d" % number for number in range(STEP_PARTITIONS)]
+        for partition in partitions:
+            partition.mutate(batch_of(chunk_of_plain_sets(keys, [b""] * len(keys))), now=1.0)
+        largest_step = LargestStep(lambda: -sum(len(partition.table) for partition in partitions))
+        trio.lowlevel.add_instrument(largest_step)
+        given_away = first.with_assignments(
+            {partition.id: Assignment("b") for partition in partitions}
+        )
+        await server.partition_maps.set_map(1, given_away.encode())
+        trio.lowlevel.remove_instrument(largest_step)
+        assert not any(len(partition.table) for partition in partitions)
+        assert largest_step.added_count == len(keys)
 
 
 async def test_a_bucket_that_was_made_for_a_map_that_failed_has_nothing_to_be_active_with(

@@ -36,6 +36,10 @@ from upr_server.storage.records import PartitionRecord
 PERSIST_S: Final = 10.0
 """How long a partition that hands over may take to be on disk; it takes no writes meanwhile."""
 
+FORGOTTEN_KEYS: Final = 8 * 1024
+"""Keys in memory that a partition which is handed over forgets in the time that it takes to change
+one: at 2 to 6 ns each, 20 to 50 µs. 64 partitions of 64,000 keys took 7 ms in one step."""
+
 log = structlog.get_logger(__name__)
 
 
@@ -245,6 +249,7 @@ class ClusteredBucket:
             for change in changes:
                 # Some of those who wait for its replicas are answered at once.
                 step_cost += 1 + change.partition.replicas.waiting_count
+                step_cost += len(change.partition.table) // FORGOTTEN_KEYS
                 self._carry_out(change)
                 if step_cost >= STEP_PARTITIONS:
                     step_cost = 0
