@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import threading
 from base64 import b64decode
 from collections.abc import Iterator
@@ -349,3 +350,21 @@ def test_lines_that_are_refused_are_an_error_at_once() -> None:
 def test_an_url_that_is_none_is_named_with_an_example(url: str) -> None:
     with pytest.raises(ValueError, match=r"is not an indexer's URL; write http://HOST:PORT"):
         IndexClient(url)
+
+
+def test_what_another_server_says_is_not_shown() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def answer() -> None:
+            peer, _ = listener.accept()
+            with peer:
+                peer.recv(4096)
+                peer.sendall(b"UP\x01\x02\r\n\r\n")
+
+        thread = threading.Thread(target=answer)
+        thread.start()
+        url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+        with IndexClient(url) as client, pytest.raises(BrokenError) as caught:
+            client.indexes()
+        thread.join()
+    assert str(caught.value) == f"the server at {url} is no indexer: it does not speak HTTP"

@@ -399,7 +399,8 @@ def scan(
 ) -> None:
     r"""Print the entries of an index, one JSON object per line.
 
-    A KEY is a JSON value, or a list of the key's first parts. A word without quotes is a string.
+    A KEY is a JSON value, or a list of the key's first parts. A word without quotes is a string;
+    1 is a number, and '"1"' a string: `upr load` stores all values of a CSV file as strings.
     --count, --min and --max print what they say in place of the entries; several of them print one
     JSON object. Several of --prefix, --range, and --from with --to select what any of them selects.
 

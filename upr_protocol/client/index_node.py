@@ -167,6 +167,8 @@ class IndexNode:
         if isinstance(error, ssl.SSLError):
             failure = explained_tls_error(error, is_server=False)
             return type(failure)(f"the indexer at {self.url}: {failure}")
+        if type(error) is http.client.BadStatusLine:  # what came may be anything, and is not shown
+            return BrokenError(f"the server at {self.url} is no indexer: it does not speak HTTP")
         return BrokenError(f"the indexer at {self.url} does not answer: {error!s}")
 
     def _begin(
