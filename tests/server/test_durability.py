@@ -4,6 +4,7 @@ disk is slow, full or broken. In memory, on simulated disks and a mock clock."""
 from __future__ import annotations
 
 import json
+import tracemalloc
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from itertools import count
@@ -25,6 +26,7 @@ from upr_protocol.wire import (
     AwaitReply,
     Barrier,
     BarrierReply,
+    Credit,
     Get,
     GetReply,
     Go,
@@ -688,6 +690,33 @@ async def test_a_batch_that_a_crash_lost_is_done_when_it_is_sent_again(
             reply = await answer_to(peer, await send(peer, increment(b"n", 1), PERSISTED, P0, 1))
             assert isinstance(reply, MutateReply)
             assert reply.counters == ((0, 1),)
+
+
+@pytest.mark.parametrize("is_plain", [True, False])
+async def test_replies_that_wait_hold_none_of_the_rows(
+    autojump_clock: trio.testing.MockClock, is_plain: bool
+) -> None:
+    """Thousands may wait for a slow disk, and the bucket's quota counts what was stored alone."""
+    store, count, nbytes = HeldStore(), 40, 256 * 1024
+    rows = [Mutation(Operation.SET, K0, bytes(nbytes))]
+    if not is_plain:
+        rows.append(Mutation(Operation.REPLACE, K0B, b"is not there"))
+    async with serving(store) as server, speaking(server) as peer:
+        await send(peer, sets(K0), PERSISTED)
+        tracemalloc.start()
+        try:
+            for _ in range(count):
+                while not peer.session.credit.is_open:
+                    await peer.hear(Credit)
+                await send(peer, Chunk.build(rows), MEMORY)
+            await trio.testing.wait_all_tasks_blocked()
+            held_bytes, _ = tracemalloc.get_traced_memory()
+        finally:
+            tracemalloc.stop()
+        assert held_bytes < count * nbytes // 4
+        store.released.set()
+        for _ in range(count + 1):
+            await peer.hear(MutateReply)
 
 
 # A bucket that goes.

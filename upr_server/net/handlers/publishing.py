@@ -6,13 +6,14 @@ partition's batches in their order.
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from functools import partial
 from typing import Final, Protocol, cast
 
+import msgspec
 import trio
 
-from upr_protocol.chunk import RUN_BYTES
+from upr_protocol.chunk import RUN_BYTES, Bundle
 from upr_protocol.concurrency import without_traceback
 from upr_protocol.errors import ChunkError, ServerError, Status
 from upr_protocol.ids import Cas, Durability, PartitionId, PartitionState, SeqNo
@@ -150,6 +151,7 @@ class _BundleRequest(OrderedReply):
 
     __slots__ = (
         "_batches",
+        "_bounds",
         "_context",
         "_counters",
         "_error",
@@ -162,6 +164,7 @@ class _BundleRequest(OrderedReply):
         "_results",
         "_rights_error",
         "_row_cost",
+        "_unapplied_indexes",
         "_undurable_results",
         "_unfinished_count",
     )
@@ -180,6 +183,10 @@ class _BundleRequest(OrderedReply):
         """What became of the runs, as the kernel said, if all were applied together."""
         self._undurable_results: dict[int, RunResult] = {}
         """Of those of such runs that will not be as durable as was asked, by index."""
+        self._unapplied_indexes: set[int] = set()
+        """Of the runs that need their rows still."""
+        self._bounds: Sequence[int] = ()
+        """Where each run begins in the bundle, if it is not applied together with others."""
         chunk = request.bundle.chunk
         self._row_cost = 1 + chunk.nbytes / chunk.count / BYTES_PER_COST
         self._unfinished_count = len(self.partitions)
@@ -196,9 +203,10 @@ class _BundleRequest(OrderedReply):
         if is_owed:
             order.add(self)
         run_count = len(self.partitions)
-        run_indexes: Iterable[int] = range(run_count)
+        run_indexes: Sequence[int] = range(run_count)
         if self._batches.columns.is_unconditional and min(bundle.row_counts) < LONG_RUN_ROWS:
             lines, run_indexes = yield from self._set_runs()
+            self._keep_rows_of(run_indexes)
             if run_indexes:
                 yield from self._await_runs(lines, self._finish_plain)
             elif self._request.durability is _MEMORY:
@@ -208,6 +216,8 @@ class _BundleRequest(OrderedReply):
             else:
                 self._lines = lines
                 yield from self._await_runs(lines, self._note_durable)
+        else:
+            self._keep_rows_of(run_indexes)
         cost = 0
         for index in run_indexes:
             if cost >= SLICE_COST:
@@ -217,6 +227,27 @@ class _BundleRequest(OrderedReply):
         # Most are answered by now, and need no place in the order.
         if self._unfinished_count and not is_owed:
             order.add(self)
+
+    def _keep_rows_of(self, run_indexes: Sequence[int]) -> None:
+        """These runs have yet to be applied."""
+        self._unapplied_indexes.update(run_indexes)
+        if run_indexes:
+            self._bounds = self._request.bundle.bounds
+        else:
+            self._release_rows()
+
+    def _note_applied(self, index: int) -> None:
+        """A run was applied, or refused."""
+        if index in self._unapplied_indexes:
+            self._unapplied_indexes.remove(index)
+            if not self._unapplied_indexes:
+                self._release_rows()
+
+    def _release_rows(self) -> None:
+        """No run needs its rows any more. The reply may wait for long: for the disk or replicas, or
+        behind another one. Thousands may, and the bucket's quota does not count what they hold."""
+        self._request = msgspec.structs.replace(self._request, bundle=cast("Bundle", None))
+        del self._batches
 
     def _set_runs(self) -> Generator[None, None, tuple[bytes, Sequence[int]]]:
         """Applies the runs of a plain bundle that can be applied together; yields where others
@@ -418,6 +449,7 @@ class _BundleRequest(OrderedReply):
         """Applies one run that needs nothing more."""
         self._check_disk(batch, partition)
         result = partition.mutate(batch, now=self._context.time(), evaluation=evaluation)
+        self._note_applied(index)
         status = result.status
         if status is _OK:
             self._await_durability(index, partition, result, target)
@@ -448,7 +480,7 @@ class _BundleRequest(OrderedReply):
         if not is_on_disk or self._context.bucket is None:
             self.refuse(index, self._not_on_disk_error())
             return
-        low = self._request.bundle.bounds[index]
+        low = self._bounds[index]
         if result.failures:
             self._failures += [(low + row, reason) for row, reason in result.failures]
         if result.counters:
@@ -488,6 +520,7 @@ class _BundleRequest(OrderedReply):
 
     def refuse(self, index: int, error: ServerError) -> None:
         """A run was refused as a whole."""
+        self._note_applied(index)
         self._is_wrong_node |= error.status is Status.NOT_MY_PARTITION
         self._error = without_traceback(error)
         self._set_result(index, RunResult(self.partitions[index], error.status))
@@ -525,7 +558,7 @@ class _BundleRequest(OrderedReply):
     def run_bytes(self, index: int) -> int:
         """About what a run takes of the bundle."""
         bundle = self._request.bundle
-        return bundle.chunk.nbytes * bundle.runs[index].row_count // bundle.chunk.count
+        return bundle.chunk.nbytes * bundle.row_counts[index] // bundle.chunk.count
 
 
 class _RunRequest:
@@ -536,10 +569,11 @@ class _RunRequest:
         batch: Its batch.
         partition: Its partition.
         target: How durable it must be.
+        nbytes: About what it takes of the bundle.
         evaluation: What it comes to; None while it has none, or needs none.
     """
 
-    __slots__ = ("_bundle", "batch", "evaluation", "index", "partition", "target")
+    __slots__ = ("_bundle", "batch", "evaluation", "index", "nbytes", "partition", "target")
 
     def __init__(
         self,
@@ -554,11 +588,8 @@ class _RunRequest:
         self.batch = batch
         self.partition = partition
         self.target = target
+        self.nbytes = bundle.run_bytes(index)
         self.evaluation: Evaluation | None = None
-
-    @property
-    def nbytes(self) -> int:
-        return self._bundle.run_bytes(self.index)
 
     def apply(self, fetched_items: FetchedItems) -> StillNeeded:
         return self._bundle.apply_run(self, fetched_items)
