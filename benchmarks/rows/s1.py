@@ -12,7 +12,16 @@ from benchmarks.kit.figures import Figure, Spread
 from benchmarks.kit.ingest import Published, publish, publishers
 from benchmarks.kit.machine import check_disk
 from benchmarks.kit.processes import UprServer
-from benchmarks.kit.spark import EMPTY, ROWS, Moved, Spark, against_empty, details, rates
+from benchmarks.kit.spark import (
+    EMPTY,
+    ROWS,
+    WARM_UPS,
+    Moved,
+    Spark,
+    against_empty,
+    details,
+    rates,
+)
 from benchmarks.kit.work import CHUNK_MUTATIONS, PARTITIONS
 from upr_protocol.client import BlockingClient
 
@@ -30,7 +39,7 @@ def measure(runs: int, say: Callable[[str], None]) -> list[Figure]:
     ingest: list[Published] = []
     with tempfile.TemporaryDirectory() as name, Spark() as spark:
         rows = spark.make(Path(name) / "rows")
-        for index in range(-1, runs):  # run -1 warms up and is not kept
+        for index in range(-WARM_UPS, runs):
             moved = _write(spark, rows)
             file = spark.move(rows, str(Path(name) / "written"))
             empty = spark.move(rows, EMPTY)

@@ -13,6 +13,7 @@ from benchmarks.kit.spark import (
     FEW_COLUMNS,
     NOTHING,
     ROWS,
+    WARM_UPS,
     Moved,
     Spark,
     against_empty,
@@ -50,7 +51,7 @@ def _two_columns(runs: int, say: Callable[[str], None]) -> list[Figure]:
         Spark() as spark,
     ):
         load(spark, server, Path(folder))
-        for index in range(-1, runs):  # run -1 warms up and is not kept
+        for index in range(-WARM_UPS, runs):
             few = spark.move(server.url, NOTHING, server, FEW_COLUMNS)
             all_columns = spark.move(server.url, NOTHING, server)
             empty = spark.move(EMPTY, NOTHING, None, FEW_COLUMNS)
