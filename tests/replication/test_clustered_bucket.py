@@ -203,6 +203,38 @@ async def test_partitions_that_are_handed_over_forget_their_keys_in_steps(
         assert largest_step.added_count == len(keys)
 
 
+async def test_partitions_that_are_handed_over_free_their_snapshots_in_steps(
+    monkeypatch: pytest.MonkeyPatch, autojump_clock: MockClock
+) -> None:
+    monkeypatch.setattr(clustered_bucket, "FREED_SEGMENTS", 1)
+    config = ServerConfig(listen="127.0.0.1:0", node="a")
+    async with running_server(config, SimulatedStore()) as server:
+        nodes = {"a": f"127.0.0.1:{server.port}", "b": "127.0.0.1:1"}
+        held = (Assignment("a"),) * (LAST + 1)
+        first = PartitionMap(bucket="b", revision=1, nodes=nodes, partitions=held)
+        await server.catalog.create_bucket("b", len(held), QUOTA_BYTES_MIN)
+        await server.partition_maps.set_map(0, first.encode())
+        partitions = server.catalog.bucket("b").partitions
+        for partition in partitions:
+            for number in range(8):
+                chunk = chunk_of_plain_sets([b"%d" % number], [b""])
+                partition.mutate(batch_of(chunk), now=1.0)
+                # A reader stands between it and the next, so that they are not put together.
+                partition.manager.register("a reader", partition.high_seq)
+                partition.snapshots.close(partition.snapshots.entries[-1])
+        largest_step = LargestStep(
+            lambda: -sum(partition.snapshots.segment_count for partition in partitions)
+        )
+        trio.lowlevel.add_instrument(largest_step)
+        given_away = first.with_assignments(
+            {partition.id: Assignment("b") for partition in partitions}
+        )
+        await server.partition_maps.set_map(1, given_away.encode())
+        trio.lowlevel.remove_instrument(largest_step)
+        assert not any(partition.snapshots.segment_count for partition in partitions)
+        assert largest_step.added_count <= STEP_PARTITIONS
+
+
 async def test_a_bucket_that_was_made_for_a_map_that_failed_has_nothing_to_be_active_with(
     autojump_clock: MockClock,
 ) -> None:

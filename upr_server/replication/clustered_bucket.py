@@ -40,6 +40,10 @@ FORGOTTEN_KEYS: Final = 8 * 1024
 """Keys in memory that a partition which is handed over forgets in the time that it takes to change
 one: at 2 to 6 ns each, 20 to 50 µs. 64 partitions of 64,000 keys took 7 ms in one step."""
 
+FREED_SEGMENTS: Final = 16
+"""Segments of snapshots that it frees in that time, at 1.6 µs each. 1 GiB of snapshots has 4,096 at
+least."""
+
 log = structlog.get_logger(__name__)
 
 
@@ -247,9 +251,7 @@ class ClusteredBucket:
         async with streams_ended(self._server, bucket, changing_partitions, status):
             step_cost = 0
             for change in changes:
-                # Some of those who wait for its replicas are answered at once.
-                step_cost += 1 + change.partition.replicas.waiting_count
-                step_cost += len(change.partition.table) // FORGOTTEN_KEYS
+                step_cost += _cost_of(change.partition)
                 self._carry_out(change)
                 if step_cost >= STEP_PARTITIONS:
                     step_cost = 0
@@ -293,6 +295,17 @@ class ClusteredBucket:
                 bucket=new_map.bucket,
                 partitions=waiting_count,
             )
+
+
+def _cost_of(partition: Partition) -> int:
+    """What it costs to change a partition; 1 if it has nothing in memory, and nobody waits."""
+    return (
+        1
+        # Some of those who wait for its replicas are answered at once.
+        + partition.replicas.waiting_count
+        + len(partition.table) // FORGOTTEN_KEYS
+        + partition.snapshots.segment_count // FREED_SEGMENTS
+    )
 
 
 def _record_of(change: RoleChange) -> PartitionRecord:

@@ -112,6 +112,15 @@ class SnapshotList(Generic[CursorT]):
         """Everything above this number is in memory."""
         return self.entries[0].start
 
+    @property
+    def segment_count(self) -> int:
+        """Segments of all closed snapshots. O(snapshots)."""
+        return sum(
+            len(entry.snapshot)
+            for entry in self.entries
+            if isinstance(entry.snapshot, ClosedSnapshot)
+        )
+
     # Finding.
 
     def entry_at(self, seq: SeqNo) -> SnapshotEntry:
