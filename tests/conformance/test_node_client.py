@@ -14,14 +14,10 @@ from typing import Final
 import pytest
 import trio
 
-from tests.kit.placed_keys import key_in
 from tests.kit.process import ROOT, ServerProcess, children_of, run, server_process
 from tests.kit.proxy import Proxy, proxy_to
 from upr_protocol.client import Client, connect
-from upr_server.app import running_server
-from upr_server.config import ServerConfig
 from upr_server.conformance import CLIENT_SCENARIOS, check_client
-from upr_server.storage.simulated import SimulatedStore
 
 CLIENT: Final = ROOT / "clients" / "node"
 NODE: Final = shutil.which("node")
@@ -59,39 +55,10 @@ def test_every_scenario_says_what_it_is_about() -> None:
     assert all(scenario.about for scenario in CLIENT_SCENARIOS.values())
 
 
-WINDOW_BYTES: Final = 64 * 1024
-"""The window of the torture's consumers."""
-
-
-async def test_a_partition_that_ends_at_once_does_not_end_the_others() -> None:
-    """Its stream may end before those of the others are answered."""
-    keys = [key_in(3, 4, b"%d" % index) for index in range(5)]
-    async with running_server(ServerConfig(listen="127.0.0.1:0"), SimulatedStore()) as server:
-        async with connect(server.url()) as client:
-            await client.create_bucket("b", 4)
-        async with connect(server.url("b")) as client:
-            # More than the window: it does not come before the connection is closed.
-            for name in keys:
-                await client.set(name, bytes(100_000))
-        task = {
-            "task": "consume",
-            "host": "127.0.0.1",
-            "port": server.port,
-            "bucket": "b",
-            "partitions": [0, 1, 2, 3],
-            "end_seqs": {"0": "0", "1": "0", "2": "0", "3": "5"},
-            "positions": {},
-            "window_bytes": WINDOW_BYTES,
-        }
-        command = ("node", str(CLIENT / "conformance.js"))
-        result = await trio.run_process(
-            command, stdin=json.dumps(task).encode(), capture_stdout=True
-        )
-    assert json.loads(result.stdout)["items"].keys() == {key.decode() for key in keys}
-
-
 ROUNDS: Final = 9
 PARTITIONS: Final = 8
+WINDOW_BYTES: Final = 64 * 1024
+"""The window of the torture's consumers."""
 
 
 @pytest.mark.timeout(400)

@@ -72,6 +72,11 @@ from upr_server.conformance.scripted_server import (
 
 RUN_TIMEOUT_S: Final = 60.0
 
+_LEAVE_S: Final = 0.2
+"""How soon a client leaves that has nothing more to do."""
+
+_P4: Final = PartitionId(4)
+
 Accept = Callable[[], Awaitable[ScriptedServer]]
 """Waits for the client's next connection."""
 
@@ -301,6 +306,30 @@ async def _play_ended_early(accept: Accept) -> None:
     await script.begin_snapshot(2, 3)
     await script.send_chunk(2, 3, rows_of(3))
     await script.end_snapshot(3)
+    await _finish(script)
+
+
+async def _play_ended_at_once(accept: Accept) -> None:
+    script = await accept()
+    await script.open_bucket()
+    for _ in range(2):
+        request = await script.expect(Stream)
+        partition, opaque = request.partition, request.opaque
+        await script.send(
+            StreamReply(SeqNo(0), "conformance", LOG, partition=partition, opaque=opaque)
+        )
+        if partition == _P4:
+            await script.send(
+                StreamEnd(partition=partition, opaque=opaque, status=Status.END_REACHED)
+            )
+    await script.expect_go()
+    with trio.move_on_after(_LEAVE_S):
+        while isinstance(await script.receive(), Noop):
+            pass
+        raise ConformanceError("the client left before partition 5 had ended")
+    await script.begin_snapshot(0, 2)
+    await script.send_chunk(0, 2, rows_of(1, 2))
+    await script.end_snapshot(2)
     await _finish(script)
 
 
@@ -662,6 +691,12 @@ CLIENT_SCENARIOS: Final[Mapping[str, ClientScenario]] = {
         _consume(3),
         _play_ended_early,
         _has(1, 2, 3, position=3),
+    ),
+    "ended-at-once": ClientScenario(
+        "reads on though another partition has nothing to send, and its stream ends at once",
+        _consume(2, partitions=[_P4, P5], end_seqs={str(_P4): "0", str(P5): "2"}),
+        _play_ended_at_once,
+        _has(1, 2, position=2),
     ),
     "damaged": ClientScenario(
         "uses nothing from a damaged frame, and connects again",
