@@ -286,6 +286,7 @@ async def _accepting(
             nursery.start_soon(essential(server.connections.resources.frame_budget.run))
             nursery.start_soon(essential(server.connections.resources.step_writes.run))
             nursery.start_soon(essential(server.connections.resources.connection_ends.run))
+            nursery.start_soon(essential(server.connections.resources.reply_steps.run))
             nursery.start_soon(essential(server.partition_maps.run))
             nursery.start_soon(essential(MapExchange(server.partition_maps).run))
             nursery.start_soon(essential(UserExchange(server.users, server.partition_maps).run))

@@ -28,6 +28,7 @@ from tests.kit.certificates import Certificates
 from tests.kit.memory_network import HOST, PARTITIONS, MemoryNetwork, check, node
 from tests.kit.process import children_of
 from tests.server.test_backfill import Model
+from tests.server.test_reply_order import Reply
 from tests.server.test_step_writes import Recorder
 from tests.storage.log_model import record_of
 from tests.storage.test_store import BUCKET, create, some_write
@@ -50,6 +51,7 @@ from upr_server.net import AcceptedConnection, ConnectionServer
 from upr_server.net.backlog import REPLIES_BYTES_MAX, ConnectionBacklog
 from upr_server.net.connection_ends import ENDS_MAX, ConnectionEnds
 from upr_server.net.frame_budget import FrameBudget, UnfinishedFrame
+from upr_server.net.replies import STEP_REPLIES, ReplyOrder, ReplySteps
 from upr_server.net.step_writes import WOKEN_MAX, StepWrites
 from upr_server.net.turns import BudgetedTurns, NetworkQueue, NetworkTurns, Turns
 from upr_server.replication import MapExchange, PartitionMaps, UserExchange
@@ -487,6 +489,36 @@ async def test_connections_that_are_ended_some_in_each_turn() -> None:
         assert all(scope.cancel_called for scope in scopes)
 
     (await cancelled_at_each_step(work, look, then=work)).check_inside(*ENDING)
+
+
+REPLYING: Final = tries(ReplySteps.run)
+
+
+async def test_replies_that_are_sent_some_in_each_turn() -> None:
+    """All of them are, in any case."""
+    sent_numbers: list[int] = []
+    reply_count = 3 * STEP_REPLIES
+
+    async def work() -> None:
+        steps = ReplySteps()
+        sent_numbers.clear()
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(steps.run)
+            await trio.lowlevel.checkpoint()
+            order = ReplyOrder(steps)
+            replies = [Reply(number, [0], sent_numbers) for number in range(reply_count)]
+            for reply in replies:
+                order.add(reply)
+            for reply in reversed(replies):
+                order.complete(reply)
+            for _ in range(3):
+                await trio.lowlevel.checkpoint()
+            nursery.cancel_scope.cancel()
+
+    def look() -> None:
+        assert sent_numbers in ([], list(range(reply_count)))
+
+    (await cancelled_at_each_step(work, look, then=work)).check_inside(*REPLYING)
 
 
 TAKING: Final = tries(take_answers)

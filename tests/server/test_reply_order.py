@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import random
 from collections import defaultdict
+from itertools import pairwise
 
+import trio
+import trio.testing
 from hypothesis import given
 from hypothesis import strategies as st
 
 from upr_protocol.ids import PartitionId
-from upr_server.net.replies import OrderedReply, ReplyOrder
+from upr_server.net.replies import STEP_REPLIES, OrderedReply, ReplyOrder, ReplySteps
 
 
-class _Reply(OrderedReply):
+class Reply(OrderedReply):
+    """Notes that it was sent."""
+
     def __init__(self, opaque: int, partitions: list[int], sent_opaques: list[int]) -> None:
         super().__init__(list(map(PartitionId, partitions)))
         self._number = opaque
@@ -29,8 +34,8 @@ _PARTITIONS = st.frozensets(st.integers(0, 4), min_size=1).map(sorted)
 def test_replies_leave_in_order_a_partition_and_as_soon_as_that_allows(
     requests: list[list[int]], chance: random.Random
 ) -> None:
-    order, sent_opaques = ReplyOrder(), list[int]()
-    replies = [_Reply(n, partitions, sent_opaques) for n, partitions in enumerate(requests)]
+    order, sent_opaques = ReplyOrder(ReplySteps()), list[int]()
+    replies = [Reply(n, partitions, sent_opaques) for n, partitions in enumerate(requests)]
     for reply in replies:
         order.add(reply)
     completed = set[int]()
@@ -59,10 +64,55 @@ def _sendable(requests: list[list[int]], completed: set[int]) -> set[int]:
 
 
 def test_a_thousand_replies_may_wait_for_one() -> None:
-    order, sent_opaques = ReplyOrder(), list[int]()
-    replies = [_Reply(n, [0], sent_opaques) for n in range(1000)]
+    order, sent_opaques = ReplyOrder(ReplySteps()), list[int]()
+    replies = [Reply(n, [0], sent_opaques) for n in range(1000)]
     for reply in replies:
         order.add(reply)
     for reply in reversed(replies):
         order.complete(reply)
     assert sent_opaques == list(range(1000))
+
+
+async def test_replies_that_waited_for_one_are_sent_some_in_each_turn(
+    nursery: trio.Nursery,
+) -> None:
+    steps = ReplySteps()
+    nursery.start_soon(steps.run)
+    await trio.testing.wait_all_tasks_blocked()
+    order, sent_opaques = ReplyOrder(steps), list[int]()
+    count = 3 * STEP_REPLIES + 1
+    replies = [Reply(n, [0], sent_opaques) for n in range(count)]
+    for reply in replies[:-1]:
+        order.add(reply)
+    for reply in replies[-2::-1]:
+        order.complete(reply)
+    assert len(sent_opaques) == STEP_REPLIES
+    # One that comes meanwhile is sent behind them.
+    order.add(replies[-1])
+    order.complete(replies[-1])
+    sent_counts = [len(sent_opaques)]
+    while sent_counts[-1] < count:
+        await trio.lowlevel.checkpoint()
+        sent_counts.append(len(sent_opaques))
+    # Between two looks it may have had two turns.
+    assert max(later - earlier for earlier, later in pairwise(sent_counts)) <= 2 * STEP_REPLIES
+    assert sent_opaques == list(range(count))
+    assert not order.newest
+
+
+async def test_nothing_is_sent_once_the_connection_is_over(nursery: trio.Nursery) -> None:
+    steps = ReplySteps()
+    nursery.start_soon(steps.run)
+    await trio.testing.wait_all_tasks_blocked()
+    order, sent_opaques = ReplyOrder(steps), list[int]()
+    replies = [Reply(n, [n // (2 * STEP_REPLIES)], sent_opaques) for n in range(3 * STEP_REPLIES)]
+    for reply in replies:
+        order.add(reply)
+    for reply in replies[2 * STEP_REPLIES - 1 :: -1]:
+        order.complete(reply)
+    order.close()
+    for reply in replies[2 * STEP_REPLIES :]:
+        order.complete(reply)
+    await trio.testing.wait_all_tasks_blocked()
+    assert len(sent_opaques) == STEP_REPLIES
+    assert not order.newest

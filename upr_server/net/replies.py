@@ -11,11 +11,16 @@ from typing import Final, Protocol
 
 import attrs
 import msgspec
+import trio
 
+from upr_protocol.concurrency import Notifier
 from upr_protocol.ids import Durability, PartitionId, SeqNo
 from upr_server.engine import Partition
 from upr_server.engine.replica_progress import OnReplicated
 from upr_server.storage.online.flusher import Flusher
+
+STEP_REPLIES: Final = 128
+"""Replies of one connection that one step sends: at 7 to 20 µs each, 1 to 2 ms."""
 
 
 class DurabilityTarget(msgspec.Struct, frozen=True):
@@ -149,14 +154,23 @@ class ReplyOrder:
     """The replies that one connection owes, so that those about one partition leave in the order of
     their requests.
 
+    Args:
+        steps: Sends those that are too many for one step.
+
     Attributes:
         newest: The last reply that is owed about each partition. Empty when none is owed.
     """
 
-    __slots__ = ("newest",)
+    __slots__ = ("_has_more", "_is_closed", "_sendable", "_steps", "newest")
 
-    def __init__(self) -> None:
+    def __init__(self, steps: ReplySteps) -> None:
         self.newest: dict[PartitionId, OrderedReply] = {}
+        self._steps = steps
+        self._sendable: deque[OrderedReply] = deque()
+        """Those that are complete, and wait for no other."""
+        self._has_more = False
+        """Whether `steps` sends the next of them."""
+        self._is_closed = False
 
     def add(self, reply: OrderedReply) -> None:
         """`reply` is owed from now on, after those that are. O(partitions)."""
@@ -169,10 +183,20 @@ class ReplyOrder:
 
     def complete(self, reply: OrderedReply) -> None:
         """`reply` is known: sends it, and those that waited for it alone; now, or once the ones
-        before it are sent."""
+        before it are sent. If they are many, some are sent now."""
         reply.is_complete = True
-        sendable = deque([] if reply.earlier_count else [reply])
-        while sendable:
+        if reply.earlier_count or self._is_closed:
+            return
+        self._sendable.append(reply)
+        if not self._has_more and self.send_some():
+            self._steps.add(self)
+
+    def send_some(self) -> bool:
+        """Sends `STEP_REPLIES` at most of those that can be sent; whether there are more."""
+        sendable, count = self._sendable, 0
+        self._has_more = False
+        while sendable and count < STEP_REPLIES:
+            count += 1
             reply = sendable.popleft()
             reply.send()
             for partition in reply.partitions:
@@ -182,3 +206,51 @@ class ReplyOrder:
                 later.earlier_count -= 1
                 if later.is_complete and not later.earlier_count:
                     sendable.append(later)
+        self._has_more = bool(sendable)
+        return self._has_more
+
+    def close(self) -> None:
+        """The connection is over: nothing is sent any more."""
+        self._is_closed = True
+        self._sendable.clear()
+        # Each refers to the connection.
+        self.newest.clear()
+
+
+class ReplySteps:
+    """Sends replies that can be sent in the same moment, some in each turn of the loop. Thousands
+    may have waited for one."""
+
+    __slots__ = ("_has_waiting", "_is_running", "_orders")
+
+    def __init__(self) -> None:
+        self._orders: deque[ReplyOrder] = deque()
+        """The connections that have more to send; they take turns."""
+        self._has_waiting = Notifier()
+        self._is_running = False
+
+    def add(self, order: ReplyOrder) -> None:
+        """A connection has more replies that can be sent. Before `run`, and after it, they are sent
+        at once."""
+        if self._is_running:
+            self._orders.append(order)
+            self._has_waiting.notify()
+        else:
+            while order.send_some():
+                pass
+
+    async def run(self) -> None:
+        """Sends them, until cancelled."""
+        self._is_running = True
+        try:
+            while True:
+                while not self._orders:
+                    await self._has_waiting.wait()
+                order = self._orders.popleft()
+                if order.send_some():
+                    self._orders.append(order)
+                await trio.lowlevel.checkpoint()
+        finally:
+            self._is_running = False
+            while self._orders:
+                self.add(self._orders.popleft())

@@ -97,7 +97,7 @@ class RequestContext:
         self.statistics_of = resources.statistics_of
         self.streamer = Streamer(session, peer, wake)
         self.report_wait = ReportWait()
-        self.reply_order = ReplyOrder()
+        self.reply_order = ReplyOrder(resources.reply_steps)
         self.credit = PublisherCredit(resources.credit_shares, session, wake)
         self.backlog = ConnectionBacklog(session, wake)
         self.streams_may_begin = resources.streams_may_begin
@@ -131,6 +131,7 @@ class RequestContext:
         self.log_in.close()
         for _ in self.streamer.close():
             pass
+        self.reply_order.close()
         for partition, replica in self._replicas.items():
             partition.replicas.forget_replica(replica, self)
         self._replicas.clear()

@@ -19,6 +19,7 @@ from upr_server.net.credit import CreditShares
 from upr_server.net.frame_budget import FrameBudget
 from upr_server.net.log_in import LogInResources
 from upr_server.net.partition_request_queue import PartitionRequestQueues
+from upr_server.net.replies import ReplySteps
 from upr_server.net.step_writes import StepWrites
 from upr_server.net.strangers import Strangers
 from upr_server.net.turns import (
@@ -125,6 +126,7 @@ class ServerResources:
         queues: Requests that wait for the disk.
         step_writes: Connections to write to at the end of a step.
         connection_ends: Connections that are over.
+        reply_steps: Connections with many replies to send.
         streams_may_begin: Notified when streams may begin of partitions of which none could.
         scratch: What sockets are read into.
         read_turns: The turns of reads of large bodies.
@@ -156,6 +158,7 @@ class ServerResources:
     queues: PartitionRequestQueues = attrs.field(factory=PartitionRequestQueues)
     step_writes: StepWrites = attrs.field(factory=StepWrites)
     connection_ends: ConnectionEnds = attrs.field(factory=ConnectionEnds)
+    reply_steps: ReplySteps = attrs.field(factory=ReplySteps)
     streams_may_begin: Notifier = attrs.field(factory=Notifier)
     scratch: memoryview = attrs.field(factory=new_scratch)
     read_turns: BudgetedTurns = attrs.field(
