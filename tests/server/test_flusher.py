@@ -635,6 +635,27 @@ async def test_commits_do_not_wait_for_the_index_of_what_a_replica_loads(
         assert second.manager.persistence.committed_seq == 1
 
 
+async def test_a_partition_that_hands_over_does_not_wait_for_the_index(
+    autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody takes its writes meanwhile, and after ten seconds it is active again."""
+    monkeypatch.setattr(flusher_module, "UNINDEXED_MAX", 5)
+    async with running(partitions=2) as run:
+        first, second = run.bucket.partitions
+        put(first, *(b"%d" % number for number in range(6)))
+        await trio.sleep(1.0)
+        put(second, b"k")
+        await trio.sleep(1.0)
+        assert second.manager.persistence.committed_seq == 0
+        second.change_state(PartitionState.PENDING, second.failover_log)
+        with trio.fail_after(1.0):
+            await run.flusher.wait_until_persisted(second, SeqNo(1))
+        # What comes for the other waits again.
+        put(first, b"k")
+        await trio.sleep(1.0)
+        assert first.manager.persistence.committed_seq == 6
+
+
 async def test_a_stop_writes_everything_at_once_however_far_behind_the_index_is(
     autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -165,6 +165,8 @@ class Flusher:
         cancelled at any time, even while a commit never ends, and leaves nothing behind."""
         self._waiters += 1
         self._wakeup.notify()
+        # It may wait for a partition that hands over.
+        self._index_moved.notify()
         try:
             await self._commit_made.wait_until(
                 lambda: partition.manager.persistence.committed_seq >= seq
@@ -247,9 +249,18 @@ class Flusher:
             lambda: (
                 not self._index_can_move
                 or self._is_stopping
+                or self._hands_over()
                 # Replicas wait for no index: what they load must not hold up publishers here.
                 or self.unindexed_count(of_replicas=False) <= UNINDEXED_MAX + self.left_unindexed
             )
+        )
+
+    def _hands_over(self) -> bool:
+        """Whether a partition takes no writes until all that it has is on disk. O(partitions)."""
+        return any(
+            partition.state is PartitionState.PENDING
+            and partition.high_seq > partition.manager.persistence.committed_seq
+            for partition in self._bucket.partitions
         )
 
     def unindexed_count(self, *, of_replicas: bool = True) -> int:
