@@ -480,7 +480,7 @@ async def test_connections_that_are_ended_some_in_each_turn() -> None:
             await trio.lowlevel.checkpoint()
             scopes[:] = [trio.CancelScope() for _ in range(3 * ENDS_MAX)]
             for scope in scopes:
-                ends.end(scope)
+                ends.add(scope)
             for _ in range(3):
                 await trio.lowlevel.checkpoint()
             nursery.cancel_scope.cancel()

@@ -36,7 +36,7 @@ async def test_thousands_that_leave_together_are_ended_some_in_each_turn() -> No
         async def converse(number: int) -> None:
             with trio.CancelScope() as scope:
                 await trio.lowlevel.checkpoint()
-                ends.end(scope)
+                ends.add(scope)
                 await trio.sleep_forever()
             turns[number] = timer.turn_count
 
@@ -52,18 +52,18 @@ async def test_all_are_ended_at_once_where_it_does_not_run() -> None:
     ends = ConnectionEnds()
     before, waiting, after = ([trio.CancelScope() for _ in range(COUNT)] for _ in range(3))
     for scope in before:
-        ends.end(scope)
+        ends.add(scope)
     assert all(scope.cancel_called for scope in before)
     async with trio.open_nursery() as nursery:
         nursery.start_soon(ends.run)
         await trio.testing.wait_all_tasks_blocked()
         for scope in waiting:
-            ends.end(scope)
+            ends.add(scope)
         assert not any(scope.cancel_called for scope in waiting)
         nursery.cancel_scope.cancel()
     assert all(scope.cancel_called for scope in waiting)
     for scope in after:
-        ends.end(scope)
+        ends.add(scope)
     assert all(scope.cancel_called for scope in after)
 
 

@@ -193,7 +193,7 @@ class AcceptedConnection:
                 is_connected = await self._write()
                 await self._close_streams()
                 # Not at once: 1,000 that time out together come here together.
-                self._resources.connection_ends.end(nursery.cancel_scope)
+                self._resources.connection_ends.add(nursery.cancel_scope)
             return is_connected
         finally:
             if self._is_lost:
@@ -302,7 +302,7 @@ class AcceptedConnection:
             if not count:
                 # A peer that half-closes has no way to acknowledge or say goodbye: it is gone.
                 await self._close_streams()
-                self._resources.connection_ends.end(scope)
+                self._resources.connection_ends.add(scope)
                 return
             self._bytes_in += count
             self._resources.read_turns.note_used(count)

@@ -11,12 +11,11 @@ from typing import Final, Protocol
 
 import attrs
 import msgspec
-import trio
 
-from upr_protocol.concurrency import Notifier
 from upr_protocol.ids import Durability, PartitionId, SeqNo
 from upr_server.engine import Partition
 from upr_server.engine.replica_progress import OnReplicated
+from upr_server.net.step_queue import StepQueue
 from upr_server.storage.online.flusher import Flusher
 
 STEP_REPLIES: Final = 128
@@ -217,40 +216,13 @@ class ReplyOrder:
         self.newest.clear()
 
 
-class ReplySteps:
-    """Sends replies that can be sent in the same moment, some in each turn of the loop. Thousands
-    may have waited for one."""
+class ReplySteps(StepQueue[ReplyOrder]):
+    """Sends replies that can be sent in the same moment, some in each turn of the loop: thousands
+    may have waited for one. Connections take turns."""
 
-    __slots__ = ("_has_waiting", "_is_running", "_orders")
+    __slots__ = ()
 
-    def __init__(self) -> None:
-        self._orders: deque[ReplyOrder] = deque()
-        """The connections that have more to send; they take turns."""
-        self._has_waiting = Notifier()
-        self._is_running = False
-
-    def add(self, order: ReplyOrder) -> None:
-        """A connection has more replies that can be sent. Before `run`, and after it, they are sent
-        at once."""
-        if self._is_running:
-            self._orders.append(order)
-            self._has_waiting.notify()
-        else:
-            while order.send_some():
-                pass
-
-    async def run(self) -> None:
-        """Sends them, until cancelled."""
-        self._is_running = True
-        try:
-            while True:
-                while not self._orders:
-                    await self._has_waiting.wait()
-                order = self._orders.popleft()
-                if order.send_some():
-                    self._orders.append(order)
-                await trio.lowlevel.checkpoint()
-        finally:
-            self._is_running = False
-            while self._orders:
-                self.add(self._orders.popleft())
+    def _step(self, items: deque[ReplyOrder]) -> None:
+        order = items.popleft()
+        if order.send_some():
+            items.append(order)
