@@ -41,6 +41,8 @@ _RUN: Final = Struct("<IIQI4x")
 RUN_BYTES: Final = _RUN.size
 """What a run takes in the directory of a bundle."""
 
+_NO_ROWS: Final = Chunk.build(())
+
 _PARTITION: Final = attrgetter("partition")
 _ROW_COUNT: Final = attrgetter("row_count")
 
@@ -248,6 +250,12 @@ class Bundle:
 
     def __repr__(self) -> str:
         return f"<Bundle of {self.run_count} runs, {self.chunk.count} rows>"
+
+    def without_rows(self) -> Bundle:
+        """Its runs alone, without the memory of their rows. They cannot be read, nor sent."""
+        bundle = Bundle.__new__(Bundle)
+        bundle._keep(_NO_ROWS, self.directory)  # noqa: SLF001  # its own
+        return bundle
 
     def run_chunk(self, index: int) -> Chunk:
         """The rows of one run, as a chunk of their own. A copy, unless it is the only run."""

@@ -89,6 +89,14 @@ def test_a_bundle_of_one_run_is_over_the_same_bytes() -> None:
     assert Bundle.of_parts([(PartitionId(5), chunk, 7, 9)]).chunk is chunk
 
 
+@given(bundles())
+def test_a_bundle_without_rows_has_the_same_runs(bundle: Bundle) -> None:
+    without_rows = bundle.without_rows()
+    assert len(without_rows) == 0
+    assert without_rows.runs == bundle.runs
+    assert without_rows.bounds == bundle.bounds
+
+
 def test_the_largest_number_of_runs_is_allowed() -> None:
     runs = [run_of(partition, 1) for partition in range(BUNDLE_RUNS_MAX)]
     assert Bundle(plain(BUNDLE_RUNS_MAX), runs).bounds == tuple(range(BUNDLE_RUNS_MAX + 1))

@@ -13,7 +13,7 @@ from typing import Final, Protocol, cast
 import msgspec
 import trio
 
-from upr_protocol.chunk import RUN_BYTES, Bundle
+from upr_protocol.chunk import RUN_BYTES
 from upr_protocol.concurrency import without_traceback
 from upr_protocol.errors import ChunkError, ServerError, Status
 from upr_protocol.ids import Cas, Durability, PartitionId, PartitionState, SeqNo
@@ -151,7 +151,6 @@ class _BundleRequest(OrderedReply):
 
     __slots__ = (
         "_batches",
-        "_bounds",
         "_context",
         "_counters",
         "_error",
@@ -185,8 +184,6 @@ class _BundleRequest(OrderedReply):
         """Of those of such runs that will not be as durable as was asked, by index."""
         self._unapplied_indexes: set[int] = set()
         """Of the runs that need their rows still."""
-        self._bounds: Sequence[int] = ()
-        """Where each run begins in the bundle, if it is not applied together with others."""
         chunk = request.bundle.chunk
         self._row_cost = 1 + chunk.nbytes / chunk.count / BYTES_PER_COST
         self._unfinished_count = len(self.partitions)
@@ -231,9 +228,7 @@ class _BundleRequest(OrderedReply):
     def _keep_rows_of(self, run_indexes: Sequence[int]) -> None:
         """These runs have yet to be applied."""
         self._unapplied_indexes.update(run_indexes)
-        if run_indexes:
-            self._bounds = self._request.bundle.bounds
-        else:
+        if not run_indexes:
             self._release_rows()
 
     def _note_applied(self, index: int) -> None:
@@ -246,7 +241,8 @@ class _BundleRequest(OrderedReply):
     def _release_rows(self) -> None:
         """No run needs its rows any more. The reply may wait for long: for the disk or replicas, or
         behind another one. Thousands may, and the bucket's quota does not count what they hold."""
-        self._request = msgspec.structs.replace(self._request, bundle=cast("Bundle", None))
+        bundle = self._request.bundle.without_rows()
+        self._request = msgspec.structs.replace(self._request, bundle=bundle)
         del self._batches
 
     def _set_runs(self) -> Generator[None, None, tuple[bytes, Sequence[int]]]:
@@ -480,7 +476,7 @@ class _BundleRequest(OrderedReply):
         if not is_on_disk or self._context.bucket is None:
             self.refuse(index, self._not_on_disk_error())
             return
-        low = self._bounds[index]
+        low = self._request.bundle.bounds[index]
         if result.failures:
             self._failures += [(low + row, reason) for row, reason in result.failures]
         if result.counters:
