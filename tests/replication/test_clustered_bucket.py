@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from types import SimpleNamespace
 from typing import Any, Final, cast
 
+import attrs
 import pytest
 import trio
 from trio.testing import MockClock
@@ -176,28 +179,48 @@ async def test_the_map_of_a_bucket_that_is_deleted_meanwhile_is_not_stored_for_t
         assert not ChunkLog(log).load().partition_map
 
 
+@attrs.frozen
+class ActiveNode:
+    """A node that is active for all partitions of a bucket, by a map that names a second node."""
+
+    server: Server
+    map: PartitionMap
+
+    @property
+    def bucket(self) -> Bucket:
+        return self.server.catalog.bucket(self.map.bucket)
+
+    async def hand_over_all(self) -> None:
+        assignments = {partition.id: Assignment("b") for partition in self.bucket.partitions}
+        next_map = self.map.with_assignments(assignments)
+        await self.server.partition_maps.set_map(self.map.revision, next_map.encode())
+
+
+@asynccontextmanager
+async def active_node() -> AsyncIterator[ActiveNode]:
+    config = ServerConfig(listen="127.0.0.1:0", node="a")
+    async with running_server(config, SimulatedStore()) as server:
+        nodes = {"a": f"127.0.0.1:{server.port}", "b": "127.0.0.1:1"}
+        assignments = (Assignment("a"),) * (LAST + 1)
+        first_map = PartitionMap(bucket="b", revision=1, nodes=nodes, partitions=assignments)
+        await server.catalog.create_bucket("b", len(assignments), QUOTA_BYTES_MIN)
+        await server.partition_maps.set_map(0, first_map.encode())
+        yield ActiveNode(server, first_map)
+
+
 async def test_partitions_that_are_handed_over_forget_their_keys_in_steps(
     monkeypatch: pytest.MonkeyPatch, autojump_clock: MockClock
 ) -> None:
     """A node may have tens of millions in memory."""
     monkeypatch.setattr(clustered_bucket, "FORGOTTEN_KEYS", 1)
-    config = ServerConfig(listen="127.0.0.1:0", node="a")
-    async with running_server(config, SimulatedStore()) as server:
-        nodes = {"a": f"127.0.0.1:{server.port}", "b": "127.0.0.1:1"}
-        held = (Assignment("a"),) * (LAST + 1)
-        first = PartitionMap(bucket="b", revision=1, nodes=nodes, partitions=held)
-        await server.catalog.create_bucket("b", len(held), QUOTA_BYTES_MIN)
-        await server.partition_maps.set_map(0, first.encode())
-        partitions = server.catalog.bucket("b").partitions
+    async with active_node() as node:
+        partitions = node.bucket.partitions
         keys = [b"%d" % number for number in range(STEP_PARTITIONS)]
         for partition in partitions:
             partition.mutate(batch_of(chunk_of_plain_sets(keys, [b""] * len(keys))), now=1.0)
         largest_step = LargestStep(lambda: -sum(len(partition.table) for partition in partitions))
         trio.lowlevel.add_instrument(largest_step)
-        given_away = first.with_assignments(
-            {partition.id: Assignment("b") for partition in partitions}
-        )
-        await server.partition_maps.set_map(1, given_away.encode())
+        await node.hand_over_all()
         trio.lowlevel.remove_instrument(largest_step)
         assert not any(len(partition.table) for partition in partitions)
         assert largest_step.added_count == len(keys)
@@ -207,14 +230,8 @@ async def test_partitions_that_are_handed_over_free_their_snapshots_in_steps(
     monkeypatch: pytest.MonkeyPatch, autojump_clock: MockClock
 ) -> None:
     monkeypatch.setattr(clustered_bucket, "FREED_SEGMENTS", 1)
-    config = ServerConfig(listen="127.0.0.1:0", node="a")
-    async with running_server(config, SimulatedStore()) as server:
-        nodes = {"a": f"127.0.0.1:{server.port}", "b": "127.0.0.1:1"}
-        held = (Assignment("a"),) * (LAST + 1)
-        first = PartitionMap(bucket="b", revision=1, nodes=nodes, partitions=held)
-        await server.catalog.create_bucket("b", len(held), QUOTA_BYTES_MIN)
-        await server.partition_maps.set_map(0, first.encode())
-        partitions = server.catalog.bucket("b").partitions
+    async with active_node() as node:
+        partitions = node.bucket.partitions
         for partition in partitions:
             for number in range(8):
                 chunk = chunk_of_plain_sets([b"%d" % number], [b""])
@@ -226,10 +243,7 @@ async def test_partitions_that_are_handed_over_free_their_snapshots_in_steps(
             lambda: -sum(partition.snapshots.segment_count for partition in partitions)
         )
         trio.lowlevel.add_instrument(largest_step)
-        given_away = first.with_assignments(
-            {partition.id: Assignment("b") for partition in partitions}
-        )
-        await server.partition_maps.set_map(1, given_away.encode())
+        await node.hand_over_all()
         trio.lowlevel.remove_instrument(largest_step)
         assert not any(partition.snapshots.segment_count for partition in partitions)
         assert largest_step.added_count <= STEP_PARTITIONS

@@ -8,11 +8,8 @@ from upr_protocol.chunk import Chunk, Mutation
 from upr_protocol.errors import RemoteProtocolError
 from upr_protocol.failover import FailoverLog, PartialSnapshot, Position
 from upr_protocol.ids import Cas, HistoryId, Operation, SeqNo
-from upr_server.replication.received_snapshots import (
-    ANSWER_OVERHEAD_BYTES,
-    STORED_SEQ_MAX,
-    ReceivedSnapshots,
-)
+from upr_server.replication.received_snapshots import ANSWER_OVERHEAD_BYTES, ReceivedSnapshots
+from upr_server.storage.records import INDEXED_SEQ_MAX
 
 HISTORY = HistoryId(7)
 LOG = FailoverLog.of_pairs([(7, 0)])
@@ -122,11 +119,11 @@ def test_a_source_that_skips_or_shortens_is_refused() -> None:
 
 def test_a_number_that_cannot_be_indexed_is_refused() -> None:
     """Stored, it would stop the replica as soon as it was indexed, and again after each start."""
-    snapshots = ReceivedSnapshots(LOG, SeqNo(STORED_SEQ_MAX - 1), Cas(0))
-    snapshots.begin_snapshot(HISTORY, SeqNo(STORED_SEQ_MAX + 1), SeqNo(0))
-    snapshots.add_chunk(chunk(STORED_SEQ_MAX))
+    snapshots = ReceivedSnapshots(LOG, SeqNo(INDEXED_SEQ_MAX - 1), Cas(0))
+    snapshots.begin_snapshot(HISTORY, SeqNo(INDEXED_SEQ_MAX + 1), SeqNo(0))
+    snapshots.add_chunk(chunk(INDEXED_SEQ_MAX))
     with pytest.raises(RemoteProtocolError, match="highest sequence number that can be stored"):
-        snapshots.add_chunk(chunk(STORED_SEQ_MAX + 1))
+        snapshots.add_chunk(chunk(INDEXED_SEQ_MAX + 1))
 
 
 def test_a_rollback_drops_the_chunk_that_waits_for_its_end() -> None:

@@ -44,7 +44,7 @@ from upr_server.engine import FetchRequest, MutateResult, Partition, WriterToken
 from upr_server.engine.mutate_result import pack_result
 from upr_server.engine.publisher_answers import BATCHES_MAX
 from upr_server.engine.snapshots.collapse import SHORT_RUN_BYTES_MAX
-from upr_server.replication.received_snapshots import ReceivedSnapshots
+from upr_server.replication.received_snapshots import PublisherAnswer, ReceivedSnapshots
 from upr_server.replication.replicator import (
     COLLECTED_PARTITIONS,
     NOTIFIED_BYTES,
@@ -753,16 +753,21 @@ def answers_of(follower: Replica) -> int:
     return len(follower.partition.repeated_batches.answers.answers_between(0, 1))
 
 
+def answers_of_steps(count: int) -> tuple[PublisherAnswer, ...]:
+    """As many answers as are taken in so many steps."""
+    packed = pack_result(LOST)
+    return tuple(
+        (writer.to_bytes(16), counter, SeqNo(1), packed)
+        for writer in range(1, count * STEP_ANSWERS // BATCHES_MAX + 1)
+        for counter in range(BATCHES_MAX)
+    )
+
+
 async def test_many_answers_to_publishers_are_taken_in_steps(autojump_clock: MockClock) -> None:
     """A replica that begins gets those of a thousand publishers at once."""
     step_count = 4
     async with replica() as follower:
-        packed = pack_result(LOST)
-        follower.source.answers = tuple(
-            (writer.to_bytes(16), counter, 1, packed)
-            for writer in range(1, step_count * STEP_ANSWERS // BATCHES_MAX + 1)
-            for counter in range(BATCHES_MAX)
-        )
+        follower.source.answers = answers_of_steps(step_count)
         largest_step = LargestStep(partial(answers_of, follower))
         trio.lowlevel.add_instrument(largest_step)
         await follower.receive(b"1")
@@ -777,12 +782,7 @@ async def test_many_answers_to_publishers_are_undone_in_steps(autojump_clock: Mo
     """The source has lost everything. A partition may have 65,536 answers."""
     step_count = 2
     async with replica() as follower:
-        packed = pack_result(LOST)
-        follower.source.answers = tuple(
-            (writer.to_bytes(16), counter, 1, packed)
-            for writer in range(1, step_count * STEP_ANSWERS // BATCHES_MAX + 1)
-            for counter in range(BATCHES_MAX)
-        )
+        follower.source.answers = answers_of_steps(step_count)
         await follower.receive(b"1")
         await follower.persist()
         assert answers_of(follower) == step_count * STEP_ANSWERS

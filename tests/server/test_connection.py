@@ -204,6 +204,14 @@ def make_server(
     return Server(config, SimulatedStore() if store is None else store, system)
 
 
+async def name_replica(server: Server) -> None:
+    """Has the node `a` be active for the one partition of the bucket, and `r` its replica."""
+    nodes = {"a": "127.0.0.1:1", "r": "127.0.0.1:2"}
+    assignments = (Assignment("a", {"r": ""}),)
+    partition_map = PartitionMap(bucket="b", revision=1, nodes=nodes, partitions=assignments)
+    await server.partition_maps.set_map(0, partition_map.encode())
+
+
 StreamPair = tuple[trio.abc.HalfCloseableStream, trio.abc.HalfCloseableStream]
 
 
@@ -503,10 +511,7 @@ async def test_a_new_history_or_purge_number_is_announced_by_a_start() -> None:
 async def test_a_replica_gets_a_small_snapshot_whole_behind_its_answers() -> None:
     server = make_server(node="a")
     async with connected(server, identity="replica:r") as peer:
-        nodes = {"a": "127.0.0.1:1", "r": "127.0.0.1:2"}
-        assignments = (Assignment("a", {"r": ""}),)
-        partition_map = PartitionMap(bucket="b", revision=1, nodes=nodes, partitions=assignments)
-        await server.partition_maps.set_map(0, partition_map.encode())
+        await name_replica(server)
         await peer.open()
 
         async def change(counter: int) -> None:
@@ -560,10 +565,7 @@ async def test_many_answers_to_publishers_are_sent_in_steps(is_whole: bool) -> N
     or before a snapshot that is sent whole."""
     server, step_count = make_server(node="a"), 4
     async with connected(server, identity="replica:r") as peer:
-        nodes = {"a": "127.0.0.1:1", "r": "127.0.0.1:2"}
-        assignments = (Assignment("a", {"r": ""}),)
-        partition_map = PartitionMap(bucket="b", revision=1, nodes=nodes, partitions=assignments)
-        await server.partition_maps.set_map(0, partition_map.encode())
+        await name_replica(server)
         await peer.open()
         partition = server.catalog.bucket("b").partitions[P0]
 
@@ -599,10 +601,7 @@ async def test_large_answers_to_publishers_are_sent_in_small_messages() -> None:
     """A replica reads each message in one step, at 10 µs for each KiB of answers to increments."""
     server, answer = make_server(node="a"), bytes(8 * 1024)
     async with connected(server, identity="replica:r") as peer:
-        nodes = {"a": "127.0.0.1:1", "r": "127.0.0.1:2"}
-        assignments = (Assignment("a", {"r": ""}),)
-        partition_map = PartitionMap(bucket="b", revision=1, nodes=nodes, partitions=assignments)
-        await server.partition_maps.set_map(0, partition_map.encode())
+        await name_replica(server)
         await peer.open()
         answers = server.catalog.bucket("b").partitions[P0].repeated_batches.answers
         count = 2 * ANSWERS_BYTES // len(answer)
@@ -633,10 +632,7 @@ async def test_answers_to_publishers_are_taken_in_steps(monkeypatch: pytest.Monk
 
     monkeypatch.setattr(RepeatedBatches, "answers_between", take_noted)
     async with connected(server, identity="replica:r") as peer:
-        nodes = {"a": "127.0.0.1:1", "r": "127.0.0.1:2"}
-        assignments = (Assignment("a", {"r": ""}),)
-        partition_map = PartitionMap(bucket="b", revision=1, nodes=nodes, partitions=assignments)
-        await server.partition_maps.set_map(0, partition_map.encode())
+        await name_replica(server)
         await peer.open()
         await peer.mutate(sets(*(b"%d" % number for number in range(count))))
         answers = server.catalog.bucket("b").partitions[P0].repeated_batches.answers

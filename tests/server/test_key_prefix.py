@@ -16,7 +16,7 @@ from tests.kit.fake_net import CuttableStream
 from tests.kit.held_store import HeldStore
 from tests.kit.mirror import Mirror
 from tests.server.test_backfill import Model
-from tests.server.test_connection import P0, Peer, connected, make_server
+from tests.server.test_connection import P0, Peer, connected, make_server, name_replica
 from tests.server.test_durability import BUCKET, serving, speaking
 from upr_protocol.address import Address
 from upr_protocol.chunk import Chunk, Mutation, chunk_of_plain_sets
@@ -25,7 +25,6 @@ from upr_protocol.errors import Status
 from upr_protocol.failover import NOTHING_YET
 from upr_protocol.ids import Operation, PartitionState, SeqNo
 from upr_protocol.limits import KEY_BYTES_MAX, WINDOW_BYTES_MIN
-from upr_protocol.partition_map import Assignment, PartitionMap
 from upr_protocol.wire import (
     Go,
     PartitionChunk,
@@ -305,10 +304,7 @@ async def test_a_prefix_that_no_key_can_have_is_refused(
 async def test_a_replica_streams_all_keys() -> None:
     server = make_server(node="a")
     async with connected(server, identity="replica:r") as peer:
-        nodes = {"a": "127.0.0.1:1", "r": "127.0.0.1:2"}
-        assignments = (Assignment("a", {"r": ""}),)
-        partition_map = PartitionMap(bucket="b", revision=1, nodes=nodes, partitions=assignments)
-        await server.partition_maps.set_map(0, partition_map.encode())
+        await name_replica(server)
         await peer.open()
         reply = await _open_stream(peer, b"k", with_answers=True)
         assert reply.reason == "a replica streams all keys; leave out the key prefix"

@@ -10,10 +10,16 @@ import pytest
 import trio
 import trio.testing
 
-from tests.server.test_connection import P0, Peer, connected, make_server, sets
+from tests.server.test_connection import (
+    P0,
+    Peer,
+    connected,
+    make_server,
+    name_replica,
+    sets,
+)
 from upr_protocol.chunk import Chunk
 from upr_protocol.ids import HistoryId, SeqNo
-from upr_protocol.partition_map import Assignment, PartitionMap
 from upr_protocol.wire import CloseStream, Go, PartitionSnapshot, ReplicaAck, StreamEnd
 from upr_server.net.report_wait import REPORT_WAIT_S, SMALL_BATCH_BYTES
 
@@ -46,11 +52,7 @@ async def a_replica() -> AsyncIterator[Replica]:
     """It has two changes, and has reported only the first."""
     server = make_server(node="a")
     async with connected(server, identity="replica:r") as peer, connected(server) as publisher:
-        nodes = {"a": "127.0.0.1:1", "r": "127.0.0.1:2"}
-        partition_map = PartitionMap(
-            bucket="b", revision=1, nodes=nodes, partitions=(Assignment("a", {"r": ""}),)
-        )
-        await server.partition_maps.set_map(0, partition_map.encode())
+        await name_replica(server)
         await peer.open()
         await publisher.open()
         reply = await peer.ask(with_answers=True)

@@ -11,16 +11,13 @@ from upr_protocol.chunk import Chunk
 from upr_protocol.errors import RemoteProtocolError
 from upr_protocol.failover import FailoverLog, PartialSnapshot, Position
 from upr_protocol.ids import Cas, HistoryId, PartitionState, SeqNo
-from upr_server.storage.records import PartialRecord, PartitionRecord
+from upr_server.storage.records import INDEXED_SEQ_MAX, PartialRecord, PartitionRecord
 
 PublisherAnswer = tuple[bytes, int, SeqNo, bytes]
 """An answer to a publisher: writer, batch, the partition's high number then, the answer."""
 
 ANSWER_OVERHEAD_BYTES: Final = 240
 """What a received answer takes in memory beside its own bytes, about."""
-
-STORED_SEQ_MAX: Final = (1 << 63) - 1
-"""The key index has 63 bits for a sequence number."""
 
 
 class ReceivedWrite(msgspec.Struct, frozen=True):
@@ -129,9 +126,9 @@ class ReceivedSnapshots:
             raise RemoteProtocolError(
                 f"the chunk ({chunk.start}, {chunk.end}] does not follow {self.received_seq}"
             )
-        if chunk.end > STORED_SEQ_MAX:
+        if chunk.end > INDEXED_SEQ_MAX:
             raise RemoteProtocolError(
-                f"the chunk ({chunk.start}, {chunk.end}] ends above {STORED_SEQ_MAX}, the highest "
+                f"the chunk ({chunk.start}, {chunk.end}] ends above {INDEXED_SEQ_MAX}, the highest "
                 "sequence number that can be stored"
             )
         self._chunks.append(chunk)

@@ -78,6 +78,9 @@ EXPIRY_MAX: Final = (1 << 32) - 1
 PARTITIONS_END: Final = 1 << 16
 SEQS_END: Final = (1 << 64) - 1
 
+INDEXED_SEQ_MAX: Final = (1 << 63) - 1
+"""The highest sequence number that an entry of the key index can have."""
+
 
 def _unpacked_key(layout: Struct, key: bytes, kind: str) -> tuple[Any, ...]:
     if len(key) != layout.size:
