@@ -17,7 +17,7 @@ const nothingYet = () => ({ last_complete: 0n, highest_received: 0n, ...NO_PARTI
  */
 class Consumer {
   constructor ({ copy, positions = new Map(), endSeqs = new Map(), ...address }) {
-    Object.assign(this, { copy, positions, endSeqs, address, streams: new Map(), ended: new Set(), left: new Set() })
+    Object.assign(this, { copy, positions, endSeqs, address, streams: new Map(), ended: new Set(), unfinished: new Set() })
   }
 
   /** Streams until every partition has reached its end. Throws when that ends early: call it again. */
@@ -28,9 +28,9 @@ class Consumer {
     this.connection = connection
     try {
       const { logs } = await connection.open(bucket, partitions)
-      this.left = new Set(logs.map((log) => log.partition).filter((partition) => !this.ended.has(partition)))
-      await Promise.all([...this.left].map((partition) => this._start(connection, partition)))
-      if (this.left.size === 0) return
+      this.unfinished = new Set(logs.map((log) => log.partition).filter((partition) => !this.ended.has(partition)))
+      await Promise.all([...this.unfinished].map((partition) => this._start(connection, partition)))
+      if (this.unfinished.size === 0) return
       connection.go()
       const failure = await Promise.race([finished, connection.closed])
       if (failure) throw failure
@@ -87,9 +87,11 @@ class Consumer {
       this._complete(partition, position)
     } else if (name === 'StreamEnd') {
       this.streams.delete(partition)
-      if (message.status === END_REACHED && this.ended.add(partition)) this.left.delete(partition)
-      else this._finish(Object.assign(new Error(`the stream of partition ${partition} ended with status ${message.status}`), { status: message.status }))
-      if (this.left.size === 0) this._finish() // a stream may end before another is answered
+      if (message.status === END_REACHED) {
+        this.ended.add(partition)
+        this.unfinished.delete(partition)
+      } else this._finish(Object.assign(new Error(`the stream of partition ${partition} ended with status ${message.status}`), { status: message.status }))
+      if (this.unfinished.size === 0) this._finish() // a stream may end before another is answered
     }
   }
 

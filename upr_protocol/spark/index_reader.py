@@ -183,11 +183,11 @@ class _Rows:
         if not self.has_items:
             yield self._batch(entries, [])
             return
-        remaining = iter(entries)
+        remaining_entries = iter(entries)
         for items in self._lookup.parts([document_key(entry) for entry in entries]):
             pairs = [
                 (entry, item)
-                for entry, item in zip(islice(remaining, len(items)), items, strict=True)
+                for entry, item in zip(islice(remaining_entries, len(items)), items, strict=True)
                 if item is not None
             ]
             yield self._batch([entry for entry, _ in pairs], [item for _, item in pairs])

@@ -46,6 +46,6 @@ class ItemLookup:
             items = self._source.get_items(keys[begin : begin + self._at_once])
             begin += len(items)
             nbytes = sum(len(item.value) for item in items if item is not None)
-            fitting = BYTES_AT_ONCE * len(items) // max(nbytes, 1)
-            self._at_once = max(1, min(fitting, GROWTH_MAX * self._at_once, ITEMS_AT_ONCE))
+            fitting_count = BYTES_AT_ONCE * len(items) // max(nbytes, 1)
+            self._at_once = max(1, min(fitting_count, GROWTH_MAX * self._at_once, ITEMS_AT_ONCE))
             yield items

@@ -277,12 +277,12 @@ class Scanner:
             if moments_to_release and not is_answered:
                 # At once: one after the other, slices that hang would take `UNDO_S` each.
                 with trio.move_on_after(UNDO_S, shield=True):
-                    await _call_all([partial(_let_go, *held) for held in moments_to_release])
+                    await _call_all([partial(_release, *moment) for moment in moments_to_release])
         return answers
 
 
-async def _let_go(holder: SliceHolder, moment: str) -> None:
-    """Lets a moment go. If it cannot, the moment expires."""
+async def _release(holder: SliceHolder, moment: str) -> None:
+    """Releases a moment. If it cannot, the moment expires."""
     with suppress(UprError):
         await holder.release(moment)
 
