@@ -20,7 +20,7 @@ from tests.spark.test_batches import schema_of
 from tests.spark.test_writer import contents
 from upr_protocol.chunk import Chunk
 from upr_protocol.ids import PartitionId
-from upr_protocol.spark import prepared_rows
+from upr_protocol.spark import prepared_rows, writer
 from upr_protocol.spark.errors import PipelineError
 from upr_protocol.spark.prepared_rows import PreparedRows, commit_rows, in_stable_order, rounds_of
 from upr_protocol.spark.publication import attempt_of, writer_id
@@ -205,6 +205,29 @@ def test_refused_rows_of_a_commit_are_dead_letters_once(
     assert {letter["status"] for letter in letters} == {"NOT_A_NUMBER"}
     assert sorted(letter["value"] for letter in letters) == [b"1", b"none"], "as written"
     assert contents(url) == {b"text": b"no number", b"b": b"2"}
+
+
+def test_a_task_hands_few_refused_rows_to_the_driver_and_writes_the_others(
+    new_bucket: NewBucket, monkeypatch: pytest.MonkeyPatch, tmp_path: Any
+) -> None:
+    """All of them in memory, there may be more than that has room for."""
+    monkeypatch.setattr(writer, "REJECTED_BYTES_MAX", 3000)
+    url = new_bucket(1)
+    driver = Driver(url, onError="deadLetter", deadLetterPath=str(tmp_path))
+    rows = [("increment", f"key-{index}", "none") for index in range(50)]
+    attempt = attempt_of(1_700_000_000, 0)
+    for last_row in (("increment", "a", "1"), ("set", "a", "2")):
+        task = WriteTask(driver.options, writer_id(driver.job.encode(), 0), attempt)
+        message = task.write_or_prepare(iter([batch_of([*rows, last_row])]), driver.job)
+        if isinstance(message, PreparedRows):
+            assert 0 < len(message.rejected) < 15
+            commit_rows(driver.options, [message], attempt)
+        files = list(tmp_path.iterdir())
+        letters = [key for file in files for key in parquet.read_table(file)["key"].to_pylist()]
+        assert sorted(letters) == sorted(key.encode() for _, key, _ in rows)
+        for file in files:
+            file.unlink()
+    assert contents(url) == {b"a": b"2"}
 
 
 def test_a_task_that_the_driver_could_not_take_is_refused(

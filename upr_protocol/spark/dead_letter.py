@@ -24,7 +24,6 @@ DEAD_LETTER_SCHEMA: Final = pa.schema(
     ]
 )
 
-_GROUP_ROWS: Final = 10_000
 _GROUP_BYTES: Final = 4 * 1024 * 1024
 
 
@@ -52,8 +51,8 @@ class DeadLetters:
         """Takes in rows, and now and then writes them. Raises `PipelineError` if it cannot."""
         for row in rows:
             self._rows.append(row)
-            self._nbytes += len(row.key or b"") + len(row.value or b"")
-            if len(self._rows) >= _GROUP_ROWS or self._nbytes >= _GROUP_BYTES:
+            self._nbytes += row.nbytes
+            if self._nbytes >= _GROUP_BYTES:
                 self._write()
 
     def _write(self) -> None:

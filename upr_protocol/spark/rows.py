@@ -34,6 +34,9 @@ WORDS: Final = {
 
 _COUNTS: Final = (Operation.INCREMENT, Operation.DECREMENT)
 
+ROW_BYTES: Final = 256
+"""What a rejected row takes in memory beside its key and value, about."""
+
 _U32_MAX: Final = (1 << 32) - 1
 _U64_MAX: Final = (1 << 64) - 1
 
@@ -58,6 +61,11 @@ class RejectedRow:
     operation: str
     key: bytes | None
     value: bytes | None
+
+    @property
+    def nbytes(self) -> int:
+        """What it takes in memory, about."""
+        return ROW_BYTES + len(self.key or b"") + len(self.value or b"")
 
 
 class _Problems:

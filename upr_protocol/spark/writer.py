@@ -30,6 +30,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Final
 
 import pyarrow as pa
 from pyspark import TaskContext
@@ -51,13 +52,16 @@ from upr_protocol.spark.publication import (
     WriteCounts,
     attempt_of,
     job_of_write,
-    refused_rows_error,
     writer_id,
 )
 from upr_protocol.spark.rows import RejectedRow, encode
 from upr_protocol.spark.write_options import WriteOptions
 
 _log = logging.getLogger(__name__)
+
+REJECTED_BYTES_MAX: Final = 16 * 1024 * 1024
+"""Refused rows that a task keeps in memory, about, and hands to the driver. There they are dead
+letters once, in whatever tasks the batch runs. More of them are the task's own."""
 
 
 class WriteTask:
@@ -101,28 +105,35 @@ class WriteTask:
         if self._options.operation is not None:
             return self.write(rows)
         rejected: list[RejectedRow] = []
-        with RowSpool() as spool:
-            for encoded_rows in _encode_batches(rows, self._options, self._row_collector(rejected)):
+        rejected_bytes = 0
+        with (
+            RowSpool() as spool,
+            Publication(self._options, self._writer_id, self._attempt) as publication,
+        ):
+
+            def reject(bad_rows: list[RejectedRow]) -> None:
+                nonlocal rejected_bytes
+                # Row by row: where it is cut depends on the rows alone, as in each run.
+                for row in bad_rows:
+                    rejected.append(row)
+                    rejected_bytes += row.nbytes
+                    if rejected_bytes > REJECTED_BYTES_MAX:
+                        publication.refuse_rows(rejected)
+                        rejected.clear()
+                        rejected_bytes = 0
+                if self._options.dead_letter_path is None:
+                    publication.refuse_rows(rejected)
+
+            for encoded_rows in _encode_batches(rows, self._options, reject):
                 spool.add(encoded_rows)
-            if not spool.has_counters:
-                return self._publish(rejected, spool.other_rows())
-            prepared = spool.counter_rows()
-            row_counts = self._publish([], spool.other_rows())
+            prepared = spool.counter_rows() if spool.has_counters else None
+            if prepared is None:
+                publication.refuse_rows(rejected)
+            self._publish_rows(publication, spool.other_rows())
+            row_counts = publication.finish_dead_letters()
+            if prepared is None:
+                return row_counts
             return PreparedRows(job, prepared, tuple(rejected), row_counts)
-
-    def _row_collector(self, rejected: list[RejectedRow]) -> Callable[[list[RejectedRow]], None]:
-        def reject(bad_rows: list[RejectedRow]) -> None:
-            if bad_rows and self._options.dead_letter_path is None:
-                raise refused_rows_error(bad_rows, 0)
-            rejected.extend(bad_rows)
-
-        return reject
-
-    def _publish(self, rejected: list[RejectedRow], rows: Iterator[pa.RecordBatch]) -> WriteCounts:
-        with Publication(self._options, self._writer_id, self._attempt) as publication:
-            publication.refuse_rows(rejected)
-            self._publish_rows(publication, rows)
-            return publication.finish_dead_letters()
 
     def _publish_rows(self, publication: Publication, rows: Iterable[pa.RecordBatch]) -> None:
         partitions = publication.connect()
