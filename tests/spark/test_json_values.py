@@ -90,3 +90,24 @@ def test_types_that_values_are_parsed_into() -> None:
     assert not is_parsed(types.StringType())
     for kind in (types.DecimalType(9, 2), types.VariantType(), types.BinaryType()):
         assert not is_parsed(types.StructType([types.StructField("f", types.ArrayType(kind))]))
+
+
+def test_a_value_without_what_is_not_null_does_not_fit() -> None:
+    """Spark reads no null there, and its query would end with an error of Java's."""
+    kind = types.StructType(
+        [
+            types.StructField("seats", types.IntegerType(), nullable=False),
+            types.StructField("tags", types.ArrayType(types.StringType(), containsNull=False)),
+        ]
+    )
+    values: list[bytes] = [
+        b'{"seats":1}',
+        b'{"seats":2,"tags":["a"]}',
+        b'{"tags":[]}',
+        b'{"seats":null}',
+        b'{"seats":3,"tags":["a",null]}',
+    ]
+    arrow_kind = to_arrow_type(kind, timezone="UTC")
+    structs = ValueParser(kind).parse(pa.array(values, pa.binary()), arrow_kind).to_pylist()
+    assert structs[:2] == [{"seats": 1, "tags": None}, {"seats": 2, "tags": ["a"]}]
+    assert structs[2:] == [None, None, None]

@@ -10,12 +10,13 @@ import pyarrow as pa
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from pyspark.sql.types import StructField, StructType
+from pyspark.sql.types import StringType, StructField, StructType
 
 from upr_protocol.chunk import Chunk, ChunkBuilder
-from upr_protocol.ids import Operation, PartitionId, SeqNo
+from upr_protocol.ids import HistoryId, Operation, PartitionId, SeqNo
 from upr_protocol.spark import record_batches
 from upr_protocol.spark.errors import PipelineError
+from upr_protocol.spark.read_tasks import RollbackMarker
 from upr_protocol.spark.record_batches import (
     BATCH_ROWS,
     RECORD_BATCH_BYTES,
@@ -190,6 +191,21 @@ def test_a_number_that_spark_has_no_type_for(name: str) -> None:
                 PipelineError, match=rf"UPR_TOO_LARGE.*column {name} holds {value},"
             ):
                 batches_of(builder, [(chunk, snapshot) for chunk in chunks])
+
+
+def test_a_deletion_where_values_are_not_null_is_refused_with_a_sentence() -> None:
+    """Spark would end the query with an error of Java's."""
+    not_null = StructType([StructField("value", StringType(), nullable=False)])
+    snapshot = RowSnapshot(PartitionId(7), "00ff", SeqNo(0), SeqNo(2))
+    row = (Operation.SET, b"key", b"value", 1, 0, 0)
+    (batch,) = batches_of(RecordBatchBuilder(not_null), [(chunk_of([row], 1), snapshot)])
+    assert batch.to_pylist() == [{"value": "value"}]
+    rows = [row, (Operation.DELETE, *row[1:])]
+    with pytest.raises(PipelineError, match=r"UPR_OPTION.*column value is NOT NULL"):
+        batches_of(RecordBatchBuilder(not_null), [(chunk_of(rows, 1), snapshot)])
+    marker = RollbackMarker(HistoryId(1), SeqNo(0), SeqNo(2))
+    with pytest.raises(PipelineError, match=r"UPR_OPTION.*column value is NOT NULL"):
+        RecordBatchBuilder(not_null).of_marker(PartitionId(7), marker)
 
 
 @given(

@@ -7,7 +7,7 @@ of them.
 from __future__ import annotations
 
 import datetime as dt
-from typing import Annotated, Any, Final, TypedDict
+from typing import Annotated, Any, Final, Required, TypedDict
 
 import msgspec
 import pyarrow as pa
@@ -98,12 +98,21 @@ def unparsed_values(values: pa.Array, parsed: pa.Array) -> pa.Array:
 
 
 def _python_type(kind: DataType) -> Any:
-    """The type that msgspec is to decode; anywhere below the top null fits too."""
+    """The type that msgspec is to decode. Null fits, too, but at the top and where the type says
+    NOT NULL: there Spark relies on it."""
     if isinstance(kind, types.StructType):
-        fields = {field.name: _python_type(field.dataType) | None for field in kind}
+        fields = {
+            field.name: _python_type(field.dataType) | None
+            if field.nullable
+            else Required[_python_type(field.dataType)]
+            for field in kind
+        }
         return TypedDict("Value", fields, total=False)  # type: ignore[operator]
     if isinstance(kind, types.ArrayType):
-        return list[_python_type(kind.elementType) | None]  # type: ignore[misc]
+        element = _python_type(kind.elementType)
+        if kind.containsNull:
+            element |= None
+        return list[element]  # type: ignore[valid-type]
     bits = _INTEGER_BITS.get(type(kind))
     if bits is None:
         return _PYTHON_TYPES[type(kind)]

@@ -118,10 +118,10 @@ class RecordBatchBuilder:
             "expiry": 0,
         }
         columns = [
-            pa.array([values[name]], pa.binary() if name == "key" else kind).cast(kind)
-            for name, kind in zip(self._names, self._schema.types, strict=True)
+            pa.array([values[field.name]], pa.binary() if field.name == "key" else field.type)
+            for field in self._schema
         ]
-        return pa.RecordBatch.from_arrays(columns, schema=self._schema)
+        return _record_batch(columns, self._schema)
 
     def add(self, chunk: Chunk, snapshot: RowSnapshot) -> Iterator[pa.RecordBatch]:
         """Copies the rows of a chunk, which is not referred to afterwards. Yields the batches that
@@ -172,7 +172,8 @@ class RecordBatchBuilder:
         one; nothing if that is no row.
 
         Raises:
-            PipelineError: A number does not fit in 63 bits, or a text is no UTF-8.
+            PipelineError: A number does not fit in 63 bits, a text is no UTF-8, or a column that is
+                to have no nulls has some.
         """
         if not self._count:
             return
@@ -297,15 +298,32 @@ def record_batch_of(
         parser: What makes structs of the values; None where these stay bytes or text.
 
     Raises:
-        PipelineError: A text is no UTF-8.
+        PipelineError: A text is no UTF-8, or a column that is to have no nulls
+            has some.
     """
     arrays = dict(columns)
     if parser is not None:
         values = arrays["value"]
         structs = parser.parse(values, schema.field("value").type)
         arrays |= {"value": structs, UNPARSED: unparsed_values(values, structs)}
+    return _record_batch([arrays[field.name] for field in schema], schema)
+
+
+def _record_batch(columns: Sequence[pa.Array], schema: pa.Schema) -> pa.RecordBatch:
+    for field, column in zip(schema, columns, strict=True):
+        if column.null_count and not field.nullable:
+            # Spark would rely on it, and end with an error of Java's.
+            raise PipelineError(
+                "UPR_OPTION",
+                f"the column {field.name} is NOT NULL in the schema, and has nulls: a deletion has "
+                "no value, and a value that does not fit its struct is null. Leave NOT NULL out",
+            )
     return pa.RecordBatch.from_arrays(
-        [column_as(field.name, arrays[field.name], field.type) for field in schema], schema=schema
+        [
+            column_as(field.name, column, field.type)
+            for field, column in zip(schema, columns, strict=True)
+        ],
+        schema=schema,
     )
 
 
