@@ -646,6 +646,7 @@ def test_a_foreign_offset_is_refused() -> None:
         ({**good, "version": 3}, "version 3"),
         ({}, "an offset of another data source"),
         ({"0": 5}, "an offset of another data source"),
+        ({"buckets": {"b": good}}, "a stream of several buckets, and not of one"),
         (
             {**good, "partitions": {"0": {"seq": -1, "log": [], "snapshot": [0, 0]}}},
             "another data source",
@@ -663,6 +664,16 @@ def test_a_foreign_offset_is_refused() -> None:
     reader = reader_of(ModelDriverClient(1))
     with pytest.raises(PipelineError, match="of the bucket 'other'"):
         reader.commit({**good, "bucket": "other"})
+
+
+def test_a_refusal_before_the_first_batch_names_its_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> HeldLease:
+        raise ServerError(Status.RANGE_GONE, "partitions move between nodes")
+
+    driver = written(1, 5)
+    monkeypatch.setattr(driver, "acquire_lease", refuse)
+    with pytest.raises(PipelineError, match=r"^\[UPR_RANGE_GONE\].*partitions move"):
+        reader_of(driver).prepareForTriggerAvailableNow()
 
 
 def test_a_checkpoint_of_other_keys_is_refused() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Final
+from typing import Any
 
 import pyarrow as pa
 from pyspark.sql.datasource import DataSourceStreamReader, InputPartition
@@ -18,7 +18,7 @@ from upr_protocol.spark.micro_batch_reader import (
     default_limit,
     limits_of,
 )
-from upr_protocol.spark.offset import StreamOffset
+from upr_protocol.spark.offset import BUCKETS, StreamOffset
 from upr_protocol.spark.read_options import ReadOptions
 from upr_protocol.spark.reading import read_task
 from upr_protocol.spark.schema import check_schema
@@ -26,9 +26,6 @@ from upr_protocol.spark.stream_backlog import StreamBacklog
 from upr_protocol.spark.stream_plan import BacklogSize, StreamLimits, equal_shares
 
 Json = dict[str, Any]
-
-_BUCKETS: Final = "buckets"
-"""The field of an offset that has the offset of each bucket."""
 
 
 class BucketsReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
@@ -239,16 +236,16 @@ def _first_offset(bucket: str) -> Json:
 
 def _document(offsets: Mapping[str, Json]) -> Json:
     """The offsets of several buckets as one: equal ones are equal texts."""
-    return {_BUCKETS: {name: offsets[name] for name in sorted(offsets)}}
+    return {BUCKETS: {name: offsets[name] for name in sorted(offsets)}}
 
 
 def _offsets(document: Mapping[str, Any]) -> dict[str, Json]:
     """The offset of each bucket."""
-    offsets = document.get(_BUCKETS)
+    offsets = document.get(BUCKETS)
     if not isinstance(offsets, dict):
         raise PipelineError(
             "UPR_OFFSET",
-            "the checkpoint is of a stream of one bucket, and not of several: begin with a new "
-            "checkpoint",
+            "the checkpoint is of a stream of one bucket, and not of several: name that bucket in "
+            "the option url, or begin with a new checkpoint",
         )
     return offsets

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import attrs
@@ -158,18 +159,14 @@ class MicroBatchReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
 
     def backlog_after(self, start: dict[str, Any]) -> BacklogSize:
         """What there is behind `start` for the next batches."""
-        try:
+        with self._refusals():
             return self._planner.backlog_after(self._offset(start))
-        except ServerError as error:
-            raise as_pipeline_error(error, self._options.address) from error
 
     def next_offset(self, start: dict[str, Any], limits: StreamLimits) -> dict[str, Any]:
         """Where the batch ends that begins at `start`; `start` itself if there is nothing new."""
         old_offset = self._offset(start)
-        try:
+        with self._refusals():
             end = self._planner.next_offset(old_offset, limits)
-        except ServerError as error:
-            raise as_pipeline_error(error, self._options.address) from error
         self._note_batch(old_offset, end)
         if end is old_offset:
             return start
@@ -203,7 +200,16 @@ class MicroBatchReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
     @sentence_first()
     def prepareForTriggerAvailableNow(self) -> None:  # noqa: N802
         """The query is to end at what there is now."""
-        self._planner.stop_at_current_end()
+        with self._refusals():
+            self._planner.stop_at_current_end()
+
+    @contextmanager
+    def _refusals(self) -> Iterator[None]:
+        """Raises what the server refuses as a `PipelineError`."""
+        try:
+            yield
+        except ServerError as error:
+            raise as_pipeline_error(error, self._options.address) from error
 
     @sentence_first()
     def partitions(self, start: dict[str, Any], end: dict[str, Any]) -> Sequence[InputPartition]:
@@ -289,15 +295,16 @@ class MicroBatchReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         bounds = [(range_.partition, range_.start, range_.end) for range_ in ranges]
         # A node that has become active may have the newest of it in memory alone.
         self._server.wait_until_persisted()
-        try:
-            lease = acquire_new_lease(self._server, bounds)
-        except ServerError as refusal:
-            if refusal.status is not Status.ROLLBACK_NEEDED:
-                raise as_pipeline_error(refusal, self._options.address) from refusal
-            # Deletions are among what is lost; from the beginning anything can be held.
-            lease = acquire_new_lease(
-                self._server, [(partition, 0, end) for partition, _, end in bounds]
-            )
+        with self._refusals():
+            try:
+                lease = acquire_new_lease(self._server, bounds)
+            except ServerError as refusal:
+                if refusal.status is not Status.ROLLBACK_NEEDED:
+                    raise
+                # Deletions are among what is lost; from the beginning anything can be held.
+                lease = acquire_new_lease(
+                    self._server, [(partition, 0, end) for partition, _, end in bounds]
+                )
         self._planner.release_lease_on_commit(lease.lease_id)
         return lease
 

@@ -22,6 +22,9 @@ _VERSION: Final = 2
 _FIRST_VERSION: Final = 1
 """Spelled each partition out as an object, in four times as many bytes. Checkpoints have it."""
 
+BUCKETS: Final = "buckets"
+"""The field of the offset of several buckets that has the offset of each."""
+
 _TEXT: Final = re.compile(
     r"(?P<seq>\d+)(\[(?P<start>\d+)-(?P<end>\d+)\])?(<(?P<rolled_back_from>\d+))?"
     r"(>(?P<batch_ends>[\d,]+))?( (?P<log>\S+))?"
@@ -167,8 +170,14 @@ class StreamOffset:
         """The reverse of `to_json`.
 
         Raises:
-            PipelineError: It is not an offset of this data source.
+            PipelineError: It is not an offset of this data source, or one of several buckets.
         """
+        if BUCKETS in document:
+            raise PipelineError(
+                "UPR_OFFSET",
+                "the checkpoint is of a stream of several buckets, and not of one: set buckets or "
+                "bucketPattern as before, or begin with a new checkpoint",
+            )
         try:
             version = document["version"]
             if version not in (_FIRST_VERSION, _VERSION):
