@@ -21,7 +21,7 @@ from upr_protocol.client import (
     ResumeState,
     RollbackConsumer,
 )
-from upr_protocol.errors import BrokenError
+from upr_protocol.errors import BrokenError, ServerError, Status
 from upr_protocol.failover import FailoverLog, Position
 from upr_protocol.ids import Cas, Operation, PartitionId, SeqNo
 from upr_server.indexer import stream as stream_module
@@ -146,3 +146,28 @@ async def test_what_came_over_an_earlier_connection_is_applied_before_the_next_r
         nursery.start_soon(pipeline.run)
         nursery.start_soon(stream.run)
     assert waiting == [False, False]
+
+
+async def test_an_indexer_waits_for_streams_above_its_users_limit(
+    tmp_path: Path, autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A new index needs as many streams again. If its user may not have them, the indexer would
+    end, and end again after each start: scans of all indexes would fail."""
+    pool = MemoryPool(POOL_BYTES)
+    pipeline = Pipeline(pool, worker_thread())
+    stream = a_stream(tmp_path, pool, pipeline)
+    refusals = [Status.LIMIT_REACHED, Status.LIMIT_REACHED, Status.NOT_ALLOWED]
+    asked_at: list[float] = []
+
+    @asynccontextmanager
+    async def refused(*_args: Any, **_options: Any) -> AsyncIterator[Any]:
+        await trio.lowlevel.checkpoint()
+        asked_at.append(trio.current_time())
+        raise ServerError(refusals[len(asked_at) - 1], "partition 0")
+        yield
+
+    monkeypatch.setattr(stream_module, "consume_with_rollback", refused)
+    stream._partitions = [PARTITION]
+    with pytest.raises(ServerError, match="log in as a user who may"):
+        await stream.run()
+    assert asked_at == pytest.approx([asked_at[0] + 10 * index for index in range(3)], abs=1)

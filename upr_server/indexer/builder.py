@@ -28,7 +28,6 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Final
 
 import attrs
-import structlog
 import trio
 
 from upr_protocol.client import (
@@ -42,21 +41,19 @@ from upr_protocol.client import (
     consume,
 )
 from upr_protocol.concurrency import Notifier
-from upr_protocol.errors import BrokenError
+from upr_protocol.errors import UprError
 from upr_protocol.ids import PartitionId
 from upr_server.indexer.index_batch import BatchAssembler, IndexBatch
 from upr_server.indexer.mark import NO_MARK, Mark
 from upr_server.indexer.pipeline import BlockingRunner, Pipeline, PipelineMember
 from upr_server.indexer.pool import BUILD_SHARE, MemoryPool
 from upr_server.indexer.stream import (
-    STREAM_RETRY_S,
     IndexerStream,
     batch_bytes,
     common_state,
+    pause_before_retry_s,
     superfluous_partitions,
 )
-
-log = structlog.get_logger(__name__)
 
 PAUSE_S: Final = 0.25
 """The longest pause of the running indexes' stream."""
@@ -188,9 +185,8 @@ class IndexBuilder:
             with trio.CancelScope() as self._scope:
                 try:
                     await self._read()
-                except BrokenError as error:
-                    log.warning("server unreachable; retrying", error=str(error))
-                    await trio.sleep(STREAM_RETRY_S)
+                except UprError as error:
+                    await trio.sleep(pause_before_retry_s(error))
 
     def _unjoined_partitions(self) -> list[PartitionId]:
         """The partitions that have not joined, or have joined provisionally."""

@@ -26,7 +26,7 @@ from upr_protocol.client import (
     consume_with_rollback,
 )
 from upr_protocol.concurrency import Notifier
-from upr_protocol.errors import BrokenError, ServerError, UprError
+from upr_protocol.errors import BrokenError, ServerError, Status, UprError
 from upr_protocol.ids import PartitionId
 from upr_server.indexer.disk import is_full
 from upr_server.indexer.index_batch import BatchAssembler, IndexBatch
@@ -40,8 +40,23 @@ log = structlog.get_logger(__name__)
 STREAM_RETRY_S: Final = 1.0
 """The pause between two attempts to reach a server."""
 
+LIMIT_RETRY_S: Final = 10.0
+"""The pause where the server refuses streams because the user has too many: others may end."""
+
 NEVER: Final = SaveLimits(math.inf, math.inf, math.inf)
 """The indexes save what was applied with their entries; the consumer need not save by itself."""
+
+
+def pause_before_retry_s(error: UprError) -> float:
+    """How long to wait before reading again. Says why in the log. Raises the error if to read again
+    does not help."""
+    if isinstance(error, BrokenError):
+        log.warning("server unreachable; retrying", error=str(error))
+        return STREAM_RETRY_S
+    if isinstance(error, ServerError) and error.status is Status.LIMIT_REACHED:
+        log.warning("the server refuses streams; retrying", error=str(error))
+        return LIMIT_RETRY_S
+    raise error
 
 
 def batch_bytes(pool: MemoryPool) -> int:
@@ -189,16 +204,17 @@ class IndexerStream:
             OSError: That file cannot be written.
         """
         while True:
+            pause_s = STREAM_RETRY_S
             try:
                 await self._follow()
-            except BrokenError as error:
-                log.warning("server unreachable; retrying", error=str(error))
+            except UprError as error:
+                pause_s = pause_before_retry_s(error)
             except OSError as error:
                 # The file of the received keys. Once it is open, `_next_event` waits for room.
                 if not is_full(error):
                     raise
                 self._pipeline.disk.note_full(self, error)
-            await trio.sleep(STREAM_RETRY_S)
+            await trio.sleep(pause_s)
 
     async def _follow(self) -> None:
         if self._partitions is None:
