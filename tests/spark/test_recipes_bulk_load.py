@@ -98,6 +98,18 @@ def test_the_command_reads_csv_as_it_is_or_says_why_not(
     assert f"{tmp_path}/{len(texts) - 1}.csv" in str(caught.value)
 
 
+def test_csv_that_is_not_utf_8_is_refused_before_anything_is_written(
+    spark: SparkSession, tmp_path: Path
+) -> None:
+    """Spark puts U+FFFD in place of such bytes."""
+    (tmp_path / "0.csv").write_text("key,value\n1,é\n")
+    (tmp_path / "1.csv").write_bytes("key,value\n1,é\n".encode("latin-1"))
+    words = ["upr://h/b", str(tmp_path), "--format", "csv", "--header"]
+    with pytest.raises(PipelineError, match=r"1\.csv has a line that is not UTF-8") as caught:
+        frame_of(spark, argument_parser().parse_args(words))
+    assert caught.value.code == "UPR_ROWS_REFUSED"
+
+
 def test_values_have_no_field_for_a_line_that_is_no_json(
     spark: SparkSession, tmp_path: Path
 ) -> None:

@@ -14,6 +14,7 @@ from contextlib import contextmanager, nullcontext
 from typing import Final
 
 from pyspark.sql import DataFrame, SparkSession
+from pyspark.sql import functions as F
 
 from upr_protocol.spark.errors import PipelineError
 from upr_protocol.spark.recipes import bulk_load, command
@@ -106,11 +107,13 @@ def frame_of(spark: SparkSession, options: argparse.Namespace) -> DataFrame:
     """The rows of the files.
 
     Raises:
-        PipelineError: JSON has lines that are no objects, and values are whole rows.
+        PipelineError: CSV is not UTF-8. Or JSON has lines that are no objects, and values are whole
+            rows.
     """
     if options.format == "parquet":
         return spark.read.parquet(*options.paths)
     if options.format == "csv":
+        _check_utf8(spark, options.paths)
         return spark.read.options(**_CSV).csv(options.paths, header=options.header)
     frame = spark.read.json(options.paths)
     # Spark adds this column if a line is no object. With `*` it would be a field of all values.
@@ -122,6 +125,22 @@ def frame_of(spark: SparkSession, options: argparse.Namespace) -> DataFrame:
             f"have the field {corrupt_column}: correct or remove them. Nothing was written",
         )
     return frame
+
+
+def _check_utf8(spark: SparkSession, paths: list[str]) -> None:
+    """Makes sure that files are UTF-8: Spark would put U+FFFD in place of what is not.
+
+    Raises:
+        PipelineError: One is not.
+    """
+    lines = spark.read.text(paths).where(~F.is_valid_utf8("value"))
+    bad_file = lines.select(F.input_file_name()).first()
+    if bad_file is not None:
+        raise PipelineError(
+            "UPR_ROWS_REFUSED",
+            f"{bad_file[0]} has a line that is not UTF-8: convert the file, as with iconv, or read "
+            "it with spark.read.csv and its option encoding. Nothing was written",
+        )
 
 
 if __name__ == "__main__":
