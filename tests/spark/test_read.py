@@ -497,6 +497,12 @@ def test_columns_that_there_are_not(name: str, kind: DataType, sentence: str) ->
         check_schema(StructType([StructField(name, kind)]))
 
 
+def test_a_schema_without_columns_is_refused() -> None:
+    """Arrow counts no rows without columns: `count()` of such a read was 0."""
+    with pytest.raises(OptionError, match="the schema names no column"):
+        check_schema(StructType([]))
+
+
 def test_wrong_reads_fail_with_their_code(
     spark: SparkSession, server: BlockingServer, new_bucket: NewBucket
 ) -> None:

@@ -170,6 +170,9 @@ def check_schema(
     Raises:
         OptionError: One cannot.
     """
+    if not schema.fields:
+        # Arrow counts no rows without columns: a read would have none.
+        raise OptionError(f"the schema names no column. There are {', '.join(columns)}")
     kinds = {field.name: field.dataType for field in schema}
     if UNPARSED in kinds:
         if not isinstance(kinds.get("value"), StructType):
