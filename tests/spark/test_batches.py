@@ -440,6 +440,12 @@ def bad_rows(
     return rows.column("key").to_pylist(), bad
 
 
+def test_a_stream_that_would_overwrite_is_told_how_to_write_an_aggregation() -> None:
+    """Spark allows Python's data sources no output mode update, which the error named."""
+    with pytest.raises(OptionError, match="use foreachBatch with output mode update"):
+        WriteOptions.parse({"url": URL}, schema_of("key string, value string"), overwrite=True)
+
+
 def test_rows_with_a_wrong_key_or_value_are_rejected() -> None:
     long = "k" * 251
     good, bad = bad_rows(

@@ -114,8 +114,9 @@ class WriteOptions:
         """
         if overwrite:
             raise OptionError(
-                "a bucket cannot be overwritten as a whole: write with mode append, or a stream "
-                "with output mode append or update, which stores each row at its key"
+                "a bucket cannot be overwritten as a whole: write with mode append, which stores "
+                "each row at its key. For a stream with an aggregation, use foreachBatch with "
+                "output mode update, and write each batch with mode append"
             )
         source_options = SourceOptions(
             {name: text for name, text in options.items() if name.lower() not in _OF_STREAMS}
