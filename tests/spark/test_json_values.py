@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime as dt
+import math
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,7 @@ from pyspark.sql import types
 from pyspark.sql.pandas.types import to_arrow_type
 
 from upr_protocol.spark.json_values import ValueParser, is_parsed, unparsed_values
+from upr_protocol.spark.texts import column_texts
 
 INNER = types.StructType([types.StructField("x", types.BooleanType())])
 KIND = types.StructType(
@@ -111,3 +113,19 @@ def test_a_value_without_what_is_not_null_does_not_fit() -> None:
     structs = ValueParser(kind).parse(pa.array(values, pa.binary()), arrow_kind).to_pylist()
     assert structs[:2] == [{"seats": 1, "tags": None}, {"seats": 2, "tags": ["a"]}]
     assert structs[2:] == [None, None, None]
+
+
+def test_floats_without_a_number_in_json_are_read_as_they_are_written() -> None:
+    """Else a row with one, which a write puts into a JSON object, would be read as null."""
+    words = b'{"f":"-Infinity","l":["NaN",1,null,"Infinity"]}'
+    (value,) = parsed(words)
+    assert value["f"] == -math.inf
+    assert math.isnan(value["l"][0])
+    assert value["l"][1:] == [1.0, None, math.inf]
+    column = pa.array([value["l"]], pa.list_(pa.float64()))
+    assert column_texts(column).to_pylist() == [b'["NaN",1.0,null,"Infinity"]']
+    assert parsed(b'{"f":"nan"}', b'{"s":"NaN","l":["inf"]}') == [None, None]
+    assert parsed(b'{"s":"NaN","f":"NaN","a b":"NaN"}', b'{"s":"NaN"}') == [
+        None,
+        {**NOTHING, "s": "NaN"},
+    ]

@@ -7,7 +7,7 @@ of them.
 from __future__ import annotations
 
 import datetime as dt
-from typing import Annotated, Any, Final, Required, TypedDict
+from typing import Annotated, Any, Final, Literal, Required, TypedDict
 
 import msgspec
 import pyarrow as pa
@@ -35,6 +35,14 @@ _PYTHON_TYPES: Final[dict[type[DataType], Any]] = {
 }
 
 
+_MISFITS: Final = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
+"""What a decoder raises for a value that does not fit. Some thousand arrays in each other are too
+many, also in a field to be left out."""
+
+_FLOAT_WORDS: Final = Literal["NaN", "Infinity", "-Infinity"]
+"""What a write, and Spark's `to_json`, write for floats that JSON has no number for."""
+
+
 def is_parsed(kind: DataType) -> bool:
     """Whether values can be parsed into a type: a struct of simple types, arrays and structs."""
     return isinstance(kind, types.StructType) and _fits(kind)
@@ -56,7 +64,9 @@ class ValueParser:
     """
 
     def __init__(self, kind: DataType) -> None:
+        self._kind = kind
         self._decode = msgspec.json.Decoder(_python_type(kind)).decode
+        self._decode_words = msgspec.json.Decoder(_python_type(kind, with_words=True)).decode
 
     def parse(self, values: pa.Array, kind: pa.StructType) -> pa.Array:
         """A struct for each value; null for a value that is null, or not an object that fits.
@@ -74,9 +84,27 @@ class ValueParser:
             return None
         try:
             return self._decode(value)
-        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-            # Some thousand arrays in each other are too many, also in a field to be left out.
+        except _MISFITS:
+            return self._with_words(value)
+
+    def _with_words(self, value: bytes) -> Any:
+        """A value in which words may stand for floats. Few have any: they are not looked for in
+        those that fit without."""
+        try:
+            return _with_floats(self._decode_words(value), self._kind)
+        except _MISFITS:
             return None
+
+
+def _with_floats(value: Any, kind: DataType) -> Any:
+    """A value with floats in place of `_FLOAT_WORDS`."""
+    if isinstance(kind, types.StructType) and value is not None:
+        kinds = {field.name: field.dataType for field in kind}
+        return {name: _with_floats(field, kinds[name]) for name, field in value.items()}
+    if isinstance(kind, types.ArrayType) and value is not None:
+        return [_with_floats(item, kind.elementType) for item in value]
+    is_word = isinstance(kind, (types.FloatType, types.DoubleType)) and isinstance(value, str)
+    return float(value) if is_word else value
 
 
 def parser_of(schema: types.StructType) -> ValueParser | None:
@@ -97,22 +125,27 @@ def unparsed_values(values: pa.Array, parsed: pa.Array) -> pa.Array:
     return pc.if_else(parsed.is_null(), values, pa.nulls(len(values), values.type))
 
 
-def _python_type(kind: DataType) -> Any:
+def _python_type(kind: DataType, *, with_words: bool = False) -> Any:
     """The type that msgspec is to decode. Null fits, too, but at the top and where the type says
-    NOT NULL: there Spark relies on it."""
+    NOT NULL: there Spark relies on it.
+
+    Args:
+        kind: Spark's type.
+        with_words: Whether `_FLOAT_WORDS` fit where a float does.
+    """
     if isinstance(kind, types.StructType):
-        fields = {
-            field.name: _python_type(field.dataType) | None
-            if field.nullable
-            else Required[_python_type(field.dataType)]
-            for field in kind
-        }
+        fields: dict[str, Any] = {}
+        for field in kind:
+            field_type = _python_type(field.dataType, with_words=with_words)
+            fields[field.name] = field_type | None if field.nullable else Required[field_type]
         return TypedDict("Value", fields, total=False)  # type: ignore[operator]
     if isinstance(kind, types.ArrayType):
-        element = _python_type(kind.elementType)
+        element = _python_type(kind.elementType, with_words=with_words)
         if kind.containsNull:
             element |= None
         return list[element]  # type: ignore[valid-type]
+    if with_words and isinstance(kind, (types.FloatType, types.DoubleType)):
+        return _PYTHON_TYPES[type(kind)] | _FLOAT_WORDS
     bits = _INTEGER_BITS.get(type(kind))
     if bits is None:
         return _PYTHON_TYPES[type(kind)]
