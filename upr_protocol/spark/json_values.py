@@ -7,7 +7,7 @@ of them.
 from __future__ import annotations
 
 import datetime as dt
-from typing import Annotated, Any, Final, Literal, Required, TypedDict
+from typing import Annotated, Any, Final, Literal, Required, TypedDict, get_args
 
 import msgspec
 import pyarrow as pa
@@ -39,7 +39,9 @@ _MISFITS: Final = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 """What a decoder raises for a value that does not fit. Some thousand arrays in each other are too
 many, also in a field to be left out."""
 
-_FLOAT_WORDS: Final = Literal["NaN", "Infinity", "-Infinity"]
+_FloatWord = Literal["NaN", "Infinity", "-Infinity"]
+
+FLOAT_WORDS: Final = get_args(_FloatWord)
 """What a write, and Spark's `to_json`, write for floats that JSON has no number for."""
 
 
@@ -97,7 +99,7 @@ class ValueParser:
 
 
 def _with_floats(value: Any, kind: DataType) -> Any:
-    """A value with floats in place of `_FLOAT_WORDS`."""
+    """A value with floats in place of `FLOAT_WORDS`."""
     if isinstance(kind, types.StructType) and value is not None:
         kinds = {field.name: field.dataType for field in kind}
         return {name: _with_floats(field, kinds[name]) for name, field in value.items()}
@@ -131,7 +133,7 @@ def _python_type(kind: DataType, *, with_words: bool = False) -> Any:
 
     Args:
         kind: Spark's type.
-        with_words: Whether `_FLOAT_WORDS` fit where a float does.
+        with_words: Whether `FLOAT_WORDS` fit where a float does.
     """
     if isinstance(kind, types.StructType):
         fields: dict[str, Any] = {}
@@ -145,7 +147,7 @@ def _python_type(kind: DataType, *, with_words: bool = False) -> Any:
             element |= None
         return list[element]  # type: ignore[valid-type]
     if with_words and isinstance(kind, (types.FloatType, types.DoubleType)):
-        return _PYTHON_TYPES[type(kind)] | _FLOAT_WORDS
+        return _PYTHON_TYPES[type(kind)] | _FloatWord
     bits = _INTEGER_BITS.get(type(kind))
     if bits is None:
         return _PYTHON_TYPES[type(kind)]

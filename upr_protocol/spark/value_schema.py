@@ -19,6 +19,8 @@ from pyspark.sql.types import (
     StructType,
 )
 
+from upr_protocol.spark.json_values import FLOAT_WORDS
+
 NESTED_MAX: Final = 32
 """So many arrays and objects in each other have a type. Arrow sends a batch only if its columns
 have fewer than 64, and Python's stack ends somewhere beyond."""
@@ -33,13 +35,18 @@ class _Mixed(NullType):
     or are too deep."""
 
 
+class _FloatWord(DataType):
+    """The type of a text that stands for a float without a number in JSON, where it is among
+    numbers."""
+
+
 def struct_of(values: Iterable[bytes]) -> StructType | None:
     """The struct whose fields the objects among `values` have, by their names.
 
-    Whole numbers are BIGINT, or DOUBLE if any of the field's has a fraction or more than 64 bits. A
-    field is left out if it is null in all of them, an array or an object without anything in it, of
-    types that no column has together, as a number here and a text there, or more than `NESTED_MAX`
-    deep.
+    Whole numbers are BIGINT, or DOUBLE if any of the field's has a fraction or more than 64 bits,
+    or is one of `FLOAT_WORDS`. A field is left out if it is null in all of them, an array or an
+    object without anything in it, of types that no column has together, as a number here and a text
+    there, or more than `NESTED_MAX` deep.
 
     Args:
         values: JSON texts. Those that are not objects are ignored.
@@ -76,7 +83,7 @@ def _kind_of(value: object, depth: int = 1) -> DataType:
     if isinstance(value, float):
         return DoubleType()
     if isinstance(value, str):
-        return StringType()
+        return _FloatWord() if value in FLOAT_WORDS else StringType()
     if depth > NESTED_MAX:
         return _Mixed()
     if isinstance(value, list):
@@ -104,9 +111,10 @@ def _common_type(left_type: DataType, right_type: DataType) -> DataType:
         return left_type
     if type(left_type) is NullType:
         return right_type
-    if {type(left_type), type(right_type)} == {LongType, DoubleType}:
+    both = {type(left_type), type(right_type)}
+    if both <= {LongType, DoubleType, _FloatWord}:
         return DoubleType()
-    return _Mixed()
+    return StringType() if both == {StringType, _FloatWord} else _Mixed()
 
 
 def _without_unknown(kind: DataType) -> DataType | None:
@@ -123,4 +131,6 @@ def _without_unknown(kind: DataType) -> DataType | None:
     if isinstance(kind, ArrayType):
         element = _without_unknown(kind.elementType)
         return None if element is None else ArrayType(element)
+    if isinstance(kind, _FloatWord):
+        return StringType()
     return None if isinstance(kind, NullType) else kind
