@@ -14,7 +14,8 @@ from typing import Final
 import pytest
 import trio
 
-from tests.cli.conftest import Run
+from tests.cli.conftest import Run, Start
+from tests.cli.processes import DEADLINE_S
 from tests.kit.process import ROOT, UPR, environment
 from tests.kit.threaded import trio_thread
 from tests.server.test_log_in import server_with_users
@@ -99,6 +100,22 @@ def test_a_command_that_asks_all_nodes_says_that_it_is_refused(secured: str, run
     refusal = run("partitions", secured, code=3)
     assert "the server wants its clients to log in: name a user" in refusal.stderr
     assert "check that the server is running" not in refusal.stderr
+
+
+def test_a_load_that_is_not_allowed_ends_before_its_source_does(
+    secured: str, run: Run, start: Start, password_file: Path
+) -> None:
+    of_bob = ("--user", "bob", "--password-file", str(password_file))
+    run("user", "add", secured, "reader", "--new-password-file", str(password_file), *of_bob)
+    run("user", "grant", secured, "reader", "read", "b", *of_bob)
+    of_reader = ("--user", "reader", "--password-file", str(password_file))
+    args = ("load", secured, "-", "--format", "jsonl", "--key", "id", *of_reader)
+    loader = start(*args, stdin=subprocess.PIPE)
+    loader.feed(b'{"id": 1}\n')
+    assert loader.wait(DEADLINE_S) == 3  # though its standard input is open
+    out, err = loader.finished(code=3)
+    assert out == b"stopped after 1 rows; rows already loaded stay\n"
+    assert b"upr: user reader may not do this: Mutate needs the right write" in err
 
 
 def test_commands_to_an_indexer_log_in_too(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:

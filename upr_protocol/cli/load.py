@@ -40,9 +40,11 @@ _FATAL_STATUSES: Final = frozenset(
         Status.NO_BUCKET,
         Status.BUCKET_DELETED,
         Status.BAD_ARGUMENT,
+        Status.NOT_ALLOWED,
     }
 )
-"""Statuses that the server would give to every other batch, too."""
+"""Statuses that the server would give to every other batch, too; or, where a user may change some
+keys only, to a batch that happens to have another key."""
 
 _SLOW_ROWS: Final = 500
 """Fewer rows than this at once mean a slow source, whose batches are sent before they are full."""
@@ -239,7 +241,7 @@ class _Load:
     report: LoadReport = attrs.field(factory=LoadReport, init=False)
     started_at: float = attrs.field(factory=time.monotonic, init=False)
     _is_finished: bool = attrs.field(default=False, init=False)
-    _fatal_status: Status | None = attrs.field(default=None, init=False)
+    _fatal_failure: Failure | None = attrs.field(default=None, init=False)
 
     def run(self, rows: Rows, *, show_progress: bool) -> None:
         """Loads the rows, and says what happened to them."""
@@ -275,12 +277,18 @@ class _Load:
                 nursery.start_soon(progress.run)
             batches = LoadBatches(sink.partition_count)
             async for rows_read in source:
+                is_first = not self.report.rows_sent
                 await self._send(sink, batches, rows_read)
-                if len(rows_read) < _SLOW_ROWS:
+                if is_first or len(rows_read) < _SLOW_ROWS:
                     await self._flush(sink, batches)
+                if is_first:
+                    # What the server refuses of these rows, it refuses of all: hear it before the
+                    # rest of a large file is on its way.
+                    await sink.flush()
+                self._check_fatal_failure()
             await self._flush(sink, batches)
             await sink.flush()
-            self._check_fatal_status()
+            self._check_fatal_failure()
             self._is_finished = True
             nursery.cancel_scope.cancel()
 
@@ -311,7 +319,7 @@ class _Load:
                 report.nbytes += len(key) + len(value)
                 full_batch = batches.add(key, value)
                 if full_batch is not None:
-                    self._check_fatal_status()
+                    self._check_fatal_failure()
                     await sink.publish(*full_batch)
 
     def _item(self, row: Row) -> tuple[bytes, bytes] | BadRow | None:
@@ -337,12 +345,12 @@ class _Load:
 
     def _note_refusal(self, failure: Failure) -> None:
         self.report.add_refused(failure)
-        if failure.status in _FATAL_STATUSES:
-            self._fatal_status = failure.status
+        if failure.status in _FATAL_STATUSES and self._fatal_failure is None:
+            self._fatal_failure = failure
 
-    def _check_fatal_status(self) -> None:
-        if self._fatal_status is not None:
-            raise ServerError(self._fatal_status)
+    def _check_fatal_failure(self) -> None:
+        if self._fatal_failure is not None:
+            raise ServerError(self._fatal_failure.status, self._fatal_failure.sentence)
 
     def _progress(self) -> str:
         report = self.report
