@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import socket
+import threading
+
 import pytest
 import trio
 from trio.testing import MockClock
 
-from upr_protocol.cli.connection import report_connection
+from tests.cli.conftest import Run
+from upr_protocol.cli import connection
+from upr_protocol.cli.connection import report_connection, report_waiting
 from upr_protocol.cli.errors import CONNECTION_ADVICE
+from upr_protocol.client import Address
 
 
 async def reported(
@@ -48,3 +54,25 @@ async def test_a_first_attempt_that_fails_is_not_told_of_once_there_is_a_connect
     autojump_clock: MockClock, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert await reported([(True, "refused")] * 2, capsys, was_connected=False) == []
+
+
+async def test_a_command_that_waits_says_why(
+    autojump_clock: MockClock, capsys: pytest.CaptureFixture[str]
+) -> None:
+    await report_waiting(Address.parse("upr://a:1/b"), lambda: "node c is away")
+    sentence = "upr: no answer from upr://a:1/b yet (node c is away); still waiting\n"
+    assert capsys.readouterr().err == sentence
+
+
+def test_a_command_whose_server_says_nothing_says_that_it_waits(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(connection, "SILENT_S", 0.01)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        url = f"upr://127.0.0.1:{listener.getsockname()[1]}/b"
+        timer = threading.Timer(0.3, listener.close)
+        timer.start()
+        told_first, told_last = run("get", url, "k", code=4).stderr.splitlines()
+        timer.join()
+    assert told_first == f"upr: no answer from {url} yet; still waiting"
+    assert "the connection was lost" in told_last

@@ -13,6 +13,7 @@ import trio
 
 from upr_protocol.cli.errors import CONNECTION_ADVICE, say
 from upr_protocol.client import Address, Client, connect
+from upr_protocol.concurrency import background_nursery
 from upr_protocol.limits import IDENTITY_BYTES_MAX
 
 T = TypeVar("T")
@@ -20,6 +21,9 @@ Ts = TypeVarTuple("Ts")
 
 _POLL_S: Final = 0.5
 """A connection that is back sooner than this is not reported."""
+
+SILENT_S: Final = 3.0
+"""How long a command waits for an answer before it says that it does."""
 
 
 def command_identity(command: str) -> str:
@@ -43,10 +47,25 @@ def ask(target: Address, request: Callable[[Client], Awaitable[T]], *, bucket: b
     address = target if bucket else attrs.evolve(target, bucket="")
 
     async def run() -> T:
-        async with connect(address, identity=name) as client:
-            return await request(client)
+        client: Client | None = None
+
+        def last_failure() -> str:
+            return "" if client is None else client.statistics().last_failure
+
+        async with background_nursery() as nursery:
+            nursery.start_soon(report_waiting, address, last_failure)
+            async with connect(address, identity=name) as client:
+                return await request(client)
 
     return trio.run(run)
+
+
+async def report_waiting(address: Address, last_failure: Callable[[], str]) -> None:
+    """Says on standard error, after `SILENT_S`, that there is no answer yet, and why not if that is
+    known."""
+    await trio.sleep(SILENT_S)
+    reason = last_failure()
+    say(f"no answer from {address} yet{f' ({reason})' if reason else ''}; still waiting")
 
 
 def run_until_signal(function: Callable[[*Ts], Awaitable[None]], *args: *Ts) -> None:

@@ -42,12 +42,19 @@ from upr_protocol.wire import LeaseAction
 
 @attrs.frozen
 class ClientStatistics:
-    """Requests that were sent, and those without an answer yet; and how many bytes of changes the
-    servers would take."""
+    """Figures of a client.
+
+    Attributes:
+        requests: Requests that were sent.
+        open_requests: Those of them without an answer yet.
+        credit_left: How many bytes of changes the servers would take.
+        last_failure: Why the last connection, or attempt to make one, ended; empty at first.
+    """
 
     requests: int
     open_requests: int
     credit_left: int
+    last_failure: str
 
 
 class Client(KeyOperations[Coroutine[Any, Any, WriteResult]]):
@@ -329,8 +336,12 @@ class Client(KeyOperations[Coroutine[Any, Any, WriteResult]]):
 
     def statistics(self) -> ClientStatistics:
         """The client's figures."""
+        dispatcher = self._dispatcher
         return ClientStatistics(
-            self._dispatcher.requests, len(self._dispatcher), self._dispatcher.credit_left
+            dispatcher.requests,
+            len(dispatcher),
+            dispatcher.credit_left,
+            dispatcher.connections.last_failure,
         )
 
 
