@@ -4,9 +4,17 @@ import json
 from typing import Any
 
 import pytest
+import trio
+import trio.testing
+from trio.testing import MockClock
 
 from tests.cli.conftest import Run
-from upr_protocol.errors import ADVICE, Status
+from tests.kit.fake_net import FakeNet
+from tests.kit.fake_server import FakeServer
+from upr_protocol.cli.keyvalue import with_doubt
+from upr_protocol.client import connect
+from upr_protocol.errors import ADVICE, BrokenError, Status
+from upr_protocol.wire import Mutate
 
 
 def item(run: Run, bucket: str, key: str) -> dict[str, Any]:
@@ -119,6 +127,32 @@ def test_a_durability_without_enough_replicas_is_refused(bucket: str, run: Run, 
     refusal = run("set", bucket, "k", "v", "--durability", level, code=3)
     assert "has 0 replicas that follow this node, not 1" in refusal.stderr
     run("get", bucket, "k", code=1)
+
+
+@pytest.mark.parametrize(
+    ("is_sent", "notes"),
+    [(True, ["the change may have been made or not: read the key to find out"]), (False, [])],
+)
+async def test_a_lost_answer_leaves_open_whether_the_change_was_made(
+    nursery: trio.Nursery, is_sent: bool, notes: list[str], autojump_clock: MockClock
+) -> None:
+    server = FakeServer()
+    server.held = {Mutate}
+    net = FakeNet(nursery, server)
+
+    async def cut() -> None:
+        await trio.testing.wait_all_tasks_blocked()
+        net.cut()
+
+    async with connect("upr://fake/b", dial=net.dial) as client:
+        if is_sent:
+            nursery.start_soon(cut)
+        else:
+            await cut()
+            await trio.testing.wait_all_tasks_blocked()
+        with pytest.raises(BrokenError) as caught:
+            await with_doubt(lambda client: client.increment("n"))(client)
+    assert getattr(caught.value, "__notes__", []) == notes
 
 
 def test_a_key_that_is_too_long_is_refused(bucket: str, run: Run) -> None:

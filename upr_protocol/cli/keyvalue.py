@@ -24,7 +24,7 @@ from upr_protocol.cli.parameters import (
     number_type,
 )
 from upr_protocol.client import Address, Client, Item, RefusedKeysError, WriteResult
-from upr_protocol.errors import ADVICE, Status
+from upr_protocol.errors import ADVICE, BrokenError, Status
 
 _EXPIRY_MAX: Final = 2**32 - 1
 """The last expiry time, in 2106: it has 32 bits."""
@@ -82,6 +82,21 @@ def _standard_input() -> bytes:
 Write = Callable[[Client], Awaitable[WriteResult]]
 
 
+def with_doubt(write: Write) -> Write:
+    """The same request. If the connection is lost before the answer, the error says what that
+    leaves open: to repeat `upr increment` may count twice."""
+
+    async def write_once(client: Client) -> WriteResult:
+        try:
+            return await write(client)
+        except BrokenError as error:
+            if client.statistics().requests:
+                error.add_note("the change may have been made or not: read the key to find out")
+            raise
+
+    return write_once
+
+
 def _write_command(
     name: str, *parameters: Callable[[Any], Any]
 ) -> Callable[[Callable[..., Write]], click.Command]:
@@ -99,7 +114,7 @@ def _write_command(
                 arguments["value"] = _standard_input() if value == "-" else os.fsencode(value)
             if "expire_in" in arguments:
                 arguments["expiry"] = _expiry(arguments.pop("expire_in"))
-            result = ask(target, function(**arguments))
+            result = ask(target, with_doubt(function(**arguments)))
             if result.count is not None:
                 print_line(str(result.count))
             else:
