@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -132,6 +133,17 @@ def test_waiting_for_an_event_ends_in_time(fake: ThreadedFake, tmp_path: Path) -
             pass
         fake.thread.call(lambda: fake.server.put(b"late", b"v"))
         assert any(isinstance(event, ChunkReceived) for event in until(stream, b"2"))
+
+
+def test_a_program_that_does_not_wait_is_given_what_has_come(
+    fake: ThreadedFake, tmp_path: Path
+) -> None:
+    deadline = time.monotonic() + 10
+    kinds = set[type]()
+    with consumer(fake, tmp_path) as stream:
+        while SnapshotEnd not in kinds and time.monotonic() < deadline:
+            kinds.add(type(stream.next_event(0)))
+    assert {ChunkReceived, SnapshotEnd} <= kinds
 
 
 def test_errors_are_raised_in_the_program(fake: ThreadedFake, tmp_path: Path) -> None:

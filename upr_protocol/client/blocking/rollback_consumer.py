@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager
 from functools import partial
-from typing import Literal, Self, TypeVar, Unpack
+from typing import Final, Literal, Self, TypeVar, Unpack
 
 import trio
 
@@ -25,6 +25,10 @@ from upr_protocol.concurrency import first_failure
 from upr_protocol.errors import ClosedError
 
 T = TypeVar("T")
+
+_LEAST_TIMEOUT_S: Final = 0.02
+"""A program that does not wait is given what has come all the same. To take an event, and to record
+its keys, passes checkpoints: with less time it would be given up each time anew."""
 
 
 class BlockingRollbackConsumer:
@@ -118,7 +122,7 @@ class BlockingRollbackConsumer:
             raise StopIteration
         return event
 
-    def next_event(self, timeout_s: float = math.inf) -> Event | Undone | None:
+    def next_event(self, timeout_s: float | None = None) -> Event | Undone | None:
         """The next event, as `BlockingConsumer.next_event`. Raises `OSError` if the received keys
         cannot be written."""
         thread, consumer = self._require_open()
@@ -183,8 +187,10 @@ class BlockingRollbackConsumer:
         finally:
             self._closed.set()
 
-    async def _receive(self, consumer: RollbackConsumer, timeout_s: float) -> None:
-        with trio.move_on_after(timeout_s):
+    async def _receive(self, consumer: RollbackConsumer, timeout_s: float | None) -> None:
+        with trio.move_on_after(
+            math.inf if timeout_s is None else max(timeout_s, _LEAST_TIMEOUT_S)
+        ):
             self._undelivered_event = await anext(consumer, None)
 
     async def _end(self) -> None:
