@@ -9,6 +9,7 @@ from typing import Final
 
 from upr_protocol.address import Address
 from upr_protocol.chunk import Buffer
+from upr_protocol.limits import SEND_TIMEOUT_S
 from upr_protocol.session import Session
 
 SCRATCH_BYTES: Final = 64 * 1024
@@ -45,6 +46,12 @@ def dial_socket(address: Address, timeout_s: float) -> socket.socket:
         # As in `dial_tcp`.
         raise OSError(f"{address.host!r} is not a valid host name") from error
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    # A machine that lost its power says nothing. A program that blocks notices no silence while it
+    # is busy with something else, and the system would send a request again for a quarter of an
+    # hour.
+    option = getattr(socket, "TCP_USER_TIMEOUT", None)
+    if option is not None:
+        connection.setsockopt(socket.IPPROTO_TCP, option, int(SEND_TIMEOUT_S * 1000))
     return connection
 
 

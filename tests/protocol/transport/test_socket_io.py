@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import os
+import socket
 from pathlib import Path
 
 import pytest
 
 from tests.protocol.session.kit import OPAQUE, PARTITION, Pair, chunk, encoded
+from upr_protocol.address import Address
+from upr_protocol.limits import SEND_TIMEOUT_S
 from upr_protocol.session import SessionState
-from upr_protocol.transport import SCRATCH_BYTES, new_scratch, read_available
+from upr_protocol.transport import SCRATCH_BYTES, dial_socket, new_scratch, read_available
 from upr_protocol.wire import PartitionChunk
 
 CHUNKS = 10
@@ -42,3 +45,13 @@ def test_next_to_nothing_of_large_bodies_is_copied(
     assert received == messages
     assert sum(copied_bytes) <= SCRATCH_BYTES + CHUNKS * SCRATCH_BYTES // 16
     assert reads <= CHUNKS + 2
+
+
+@pytest.mark.skipif(not hasattr(socket, "TCP_USER_TIMEOUT"), reason="the system does not have it")
+def test_a_machine_that_acknowledges_nothing_is_given_up() -> None:
+    """It may have lost its power. The next request is to find another node then."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        address = Address.parse(f"upr://127.0.0.1:{listener.getsockname()[1]}")
+        with dial_socket(address, 5.0) as connection:
+            timeout_ms = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT)
+    assert timeout_ms == SEND_TIMEOUT_S * 1000
