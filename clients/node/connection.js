@@ -8,6 +8,7 @@ const wire = require('./wire.js')
 const STREAM_FRAMES = new Set(['PartitionStart', 'PartitionChunk', 'PartitionSnapshot', 'PartitionAnswers', 'PartitionEnd', 'StreamEnd'])
 const WITHOUT_OPAQUE = new Set(['HelloReply', 'LogInChallenge', 'LoggedIn'])
 const FROM_THE_WINDOW = new Set(['PartitionChunk', 'PartitionSnapshot'])
+const [CONNECT_MS, CLOSE_MS] = [10_000, 2000] // how long a peer may delay the log-in, and the end
 
 /** The server refused one request; the connection goes on. */
 class Refused extends Error {
@@ -16,18 +17,21 @@ class Refused extends Error {
 
 class Connection {
   /** Connects, says Hello, and logs in if the server wants it. `onStream` is called with each StreamReply and frame of a stream, in order. */
-  static async connect ({ host, port, windowBytes = 16 << 20, idleIntervalS = 20, identity = 'node:client', user = '', password = '', onStream = () => {} }) {
-    const connection = new Connection(net.connect({ host, port, noDelay: true }), windowBytes, onStream)
-    const answer = connection._waitFor('HelloReply')
-    connection._send('Hello', { versions: [1], features: 0, window_bytes: windowBytes, idle_interval_s: idleIntervalS, identity })
-    const { idle_interval_s: agreedS, mechanisms } = await answer
-    if (mechanisms.length || user) await connection._logIn(mechanisms, user, password)
-    connection._keepAlive(agreedS * 1000)
-    return connection
+  static async connect ({ host, port, windowBytes = 16 << 20, idleIntervalS = 20, identity = 'node:client', user = '', password = '', onStream = () => {}, connectMs = CONNECT_MS, closeMs = CLOSE_MS }) {
+    const connection = new Connection(net.connect({ host, port, noDelay: true }), windowBytes, onStream, closeMs)
+    const tooLate = setTimeout(() => connection._fail(new Error('the server did not answer in time')), connectMs)
+    try {
+      const answer = connection._waitFor('HelloReply')
+      connection._send('Hello', { versions: [1], features: 0, window_bytes: windowBytes, idle_interval_s: idleIntervalS, identity })
+      const { idle_interval_s: agreedS, mechanisms } = await answer
+      if (mechanisms.length || user) await connection._logIn(mechanisms, user, password)
+      connection._keepAlive(agreedS * 1000)
+      return connection
+    } finally { clearTimeout(tooLate) }
   }
 
-  constructor (socket, windowBytes, onStream) {
-    Object.assign(this, { socket, windowBytes, onStream, failure: null, credit: 0, unacknowledged: 0, lastOpaque: 0 })
+  constructor (socket, windowBytes, onStream, closeMs) {
+    Object.assign(this, { socket, windowBytes, onStream, closeMs, failure: null, credit: 0, unacknowledged: 0, lastOpaque: 0 })
     this.arrived = [] // pieces of the next frame
     this.arrivedBytes = 0
     this.header = null
@@ -71,7 +75,11 @@ class Connection {
   }
 
   async close () {
-    if (!this.failure) { this._send('Close'); this.socket.end() }
+    if (!this.failure) {
+      this._send('Close')
+      this.socket.end()
+      setTimeout(() => this._fail(new Error('the server did not end the connection in time')), this.closeMs).unref()
+    }
     await this.closed
   }
 
@@ -185,6 +193,7 @@ class Connection {
     this.waiting.clear()
     for (const resolve of this.creditWaiters.splice(0)) resolve()
     this.socket.destroySoon()
+    setTimeout(() => this.socket.destroy(), this.closeMs).unref() // a peer that does not read
     this._resolveClosed(error)
   }
 }
