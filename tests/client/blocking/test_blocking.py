@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import math
 import os
 import random
 import signal
@@ -41,6 +42,7 @@ from upr_protocol.client import (
     WriteResult,
     WriterIdentity,
 )
+from upr_protocol.client.blocking import connection as blocking_connection
 from upr_protocol.client.blocking.connection import BlockingConnection, SocketOptions
 from upr_protocol.client.blocking.trio_thread import TrioThread
 from upr_protocol.client.core.unanswered_batches import Batch
@@ -140,7 +142,8 @@ def test_buckets(fake: ThreadedFake) -> None:
             admin.get("k")
 
 
-def test_a_blocking_client_reconnects(fake: ThreadedFake) -> None:
+def test_a_blocking_client_reconnects(fake: ThreadedFake, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(blocking_connection, "_UNREAD_S", math.inf)
     with client(fake) as kv:
         kv.set("k", "v")
         fake.cut()
@@ -151,6 +154,23 @@ def test_a_blocking_client_reconnects(fake: ThreadedFake) -> None:
     assert fake.dialled == 2
     with pytest.raises(ClosedError):
         kv.get("k")
+
+
+def test_a_connection_that_ended_between_two_requests_is_made_again(
+    fake: ThreadedFake, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A change that is sent over it would be in doubt."""
+    monkeypatch.setattr(blocking_connection, "_UNREAD_S", 0.0)
+
+    async def wait_for_the_end() -> None:
+        await eventually(lambda: not fake.server.connections, "the server has ended it")
+
+    with client(fake) as kv:
+        assert kv.increment("n").count == 1
+        fake.cut()
+        fake.thread.run(wait_for_the_end)
+        assert kv.increment("n").count == 2
+    assert fake.dialled == 2
 
 
 def test_connecting_to_a_closed_port_fails(fake: ThreadedFake) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 import pytest
@@ -15,6 +16,7 @@ from upr_protocol.client import (
     BlockingConsumer,
     WriteResult,
 )
+from upr_protocol.client.blocking import connection
 from upr_protocol.errors import BrokenError, ServerError, Status
 from upr_protocol.ids import SEQ_MAX, Operation
 from upr_protocol.partition_map import Assignment
@@ -56,7 +58,10 @@ def read(consumer: BlockingConsumer, mirror: Mirror) -> None:
             return
 
 
-def test_requests_go_where_the_map_says(nodes: ThreadedCluster) -> None:
+def test_requests_go_where_the_map_says(
+    nodes: ThreadedCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(connection, "_UNREAD_S", math.inf)
     with client(nodes, "upr://c/b") as kv:
         for key in KEYS:
             kv.set(key, "1")
@@ -207,7 +212,10 @@ def test_a_new_lease_that_one_node_does_not_grant_is_released_at_the_others(
         assert not nodes.cluster.server("b").leases
 
 
-def test_a_lease_is_released_at_every_node_that_can_be_asked(nodes: ThreadedCluster) -> None:
+def test_a_lease_is_released_at_every_node_that_can_be_asked(
+    nodes: ThreadedCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(connection, "_UNREAD_S", math.inf)
     everything = [(partition, 0, SEQ_MAX) for partition in range(PARTITIONS)]
     leases = {name: nodes.cluster.server(name).leases for name in "abc"}
     with BlockingClient(URL, dial=nodes.dial, sleep=lambda _: nodes.down.clear()) as kv:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import select
 import time
 from collections import deque
@@ -45,6 +46,10 @@ dead only after twice this."""
 _READ_BYTES_AT_ONCE: Final = 512 * 1024
 """How much is read before what has come is handed out."""
 
+_UNREAD_S: Final = 1.0
+"""Between two requests nobody reads. After so long it is worth a call to the system to look whether
+the server has ended the connection meanwhile."""
+
 _CLOSE_TIMEOUT_S: Final = 2.0
 """How long a peer that does not read may delay closing."""
 
@@ -79,7 +84,7 @@ class BlockingConnection:
         self._writing: Sequence[Buffer] = ()
         self._is_waiting = False
         """Whether a step waits, and has read and written nothing since the wait began."""
-        self._written_at = self._clock()
+        self._written_at = self._stepped_at = self._clock()
         self._silent_s = 0.0
         """How long callers have read since the last bytes arrived."""
         self._inbox: deque[Message] = deque()
@@ -117,6 +122,17 @@ class BlockingConnection:
 
     # Messages.
 
+    def is_over(self) -> bool:
+        """Whether the connection is over, as far as can be told now. A request that is sent over
+        one that the server has ended would be in doubt, though it was not carried out."""
+        if self.failure is None and self._clock() >= self._stepped_at + _UNREAD_S:
+            poll = select.poll()
+            poll.register(self.socket, select.POLLIN)
+            with suppress(UprError):  # `failure` has it
+                while poll.poll(0):
+                    self._step(-math.inf)
+        return self.failure is not None
+
     def receive(self, deadline: float) -> Message | None:
         """The next message; None when none has arrived by the deadline. With a deadline in the past
         it reads once. Messages that came whole before the end of the connection come first.
@@ -148,6 +164,7 @@ class BlockingConnection:
         try:
             while not self._poll_once(deadline):
                 pass
+            self._stepped_at = self._clock()
         except RemoteProtocolError as error:
             with suppress(OSError):
                 self._write()  # the session has queued an `Error`: send what goes of it

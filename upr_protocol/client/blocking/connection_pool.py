@@ -56,7 +56,7 @@ class BlockingConnectionPool:
         Raises:
             UprError: No node could be reached; why the last attempt failed.
         """
-        live = (c for c in self._connections.values() if c.failure is None)
+        live = (c for c in self._connections.values() if not c.is_over())
         return next(live, None) or self._connect_first(self.metadata.known_nodes())
 
     def to_node(self, address: Address) -> BlockingConnection:
@@ -67,7 +67,7 @@ class BlockingConnectionPool:
         """
         for host in address.each_node():
             connection = self._connections.get(host)
-            if connection is not None and connection.failure is None:
+            if connection is not None and not connection.is_over():
                 return connection
         return self._connect_first(address.each_node())
 
