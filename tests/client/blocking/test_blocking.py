@@ -45,6 +45,7 @@ from upr_protocol.client import (
 from upr_protocol.client.blocking import connection as blocking_connection
 from upr_protocol.client.blocking.connection import BlockingConnection, SocketOptions
 from upr_protocol.client.blocking.trio_thread import TrioThread
+from upr_protocol.client.core.batcher import BUNDLE_MUTATIONS
 from upr_protocol.client.core.unanswered_batches import Batch
 from upr_protocol.errors import (
     BrokenError,
@@ -272,6 +273,30 @@ def test_publish_sends_a_chunk_and_returns_its_answer(fake: ThreadedFake) -> Non
         with pytest.raises(ServerError) as caught:
             kv.publish(PartitionId(1), chunk_of_plain_sets([b"a"], [b"1"]))
         assert caught.value.status is Status.UNSUPPORTED
+
+
+def test_small_batches_that_wait_take_no_more_memory_than_large_ones(fake: ThreadedFake) -> None:
+    """What each takes beside its rows counts, too."""
+    fake.server.held = {Mutate}
+    taken = taken_at_release = 0
+
+    def source() -> Iterator[tuple[PartitionId, Chunk]]:
+        nonlocal taken
+        while not taken_at_release and taken < 6000:
+            taken += 1
+            yield PartitionId(0), chunk_of_plain_sets([b"k"], [b"v"])
+
+    def release() -> None:
+        nonlocal taken_at_release
+        taken_at_release = taken
+        fake.thread.call(fake.server.release)
+
+    with client(fake) as kv:
+        timer = threading.Timer(0.2, release)
+        timer.start()
+        kv.publish_each(source(), lambda _: None, buffer_bytes=1024 * 1024)
+        timer.join()
+    assert taken_at_release <= 3 * BUNDLE_MUTATIONS
 
 
 def test_the_same_batches_of_the_same_writer_have_no_second_effect(fake: ThreadedFake) -> None:

@@ -16,7 +16,7 @@ from upr_protocol.chunk import Chunk
 from upr_protocol.client.blocking.trio_thread import TrioThread
 from upr_protocol.client.core.batcher import BUNDLE_BYTES, BUNDLE_MUTATIONS
 from upr_protocol.client.core.retry import RetryState
-from upr_protocol.client.core.unanswered_batches import Batch
+from upr_protocol.client.core.unanswered_batches import BATCH_OVERHEAD_BYTES, Batch
 from upr_protocol.client.trio.publisher import Publisher
 from upr_protocol.errors import UprError
 from upr_protocol.ids import PartitionId
@@ -133,7 +133,7 @@ class BlockingPublisher:
             bundle.append(batch)
             rows += batch[1].count
             nbytes += batch[1].nbytes
-        self._unanswered_bytes += nbytes
+        self._unanswered_bytes += nbytes + BATCH_OVERHEAD_BYTES * len(bundle)
         return bundle
 
     def _report(self, on_answer: Callable[[Batch], None]) -> None:
@@ -141,5 +141,5 @@ class BlockingPublisher:
         batches = self._in_thread.answered_batches
         while batches:
             batch = batches.popleft()
-            self._unanswered_bytes -= batch.chunk.nbytes
+            self._unanswered_bytes -= batch.nbytes
             on_answer(batch)

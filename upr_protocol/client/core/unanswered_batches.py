@@ -75,7 +75,7 @@ _FULL_ROWS: Final = BUNDLE_MUTATIONS * 15 // 16
 _FULL_BYTES: Final = BUNDLE_BYTES * 15 // 16
 
 _REQUESTS_MAX: Final = REQUESTS_OPEN_MAX - 64
-_BATCH_OVERHEAD_BYTES: Final = 512
+BATCH_OVERHEAD_BYTES: Final = 512
 """Memory of a batch beside its chunk, roughly."""
 
 
@@ -118,7 +118,7 @@ class Batch(msgspec.Struct, eq=False, gc=False):
     @property
     def nbytes(self) -> int:
         """Its memory, roughly."""
-        return self.chunk.nbytes + _BATCH_OVERHEAD_BYTES
+        return self.chunk.nbytes + BATCH_OVERHEAD_BYTES
 
     @property
     def is_done(self) -> bool:
@@ -293,7 +293,7 @@ class UnansweredBatches:
         queue.node.note_added(queue, rows, nbytes)
         self._period_counts[period] = self._period_counts.get(period, 0) + 1
         self.count += 1
-        self.nbytes += nbytes + _BATCH_OVERHEAD_BYTES
+        self.nbytes += nbytes + BATCH_OVERHEAD_BYTES
         return batch
 
     def end_period(self) -> int:
@@ -612,7 +612,7 @@ class NodeBatches:
             )
         )
         # Only now, as a session that refuses to send must leave the batches where they were.
-        all_bytes = nbytes + _BATCH_OVERHEAD_BYTES * len(batches)
+        all_bytes = nbytes + BATCH_OVERHEAD_BYTES * len(batches)
         sent_bundle = SentBundle(queues, batches, rows, all_bytes)
         self._bundles[opaque] = sent_bundle
         self._unanswered_rows += rows
