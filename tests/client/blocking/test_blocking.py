@@ -199,6 +199,23 @@ def test_a_publisher_waits_for_a_server_that_its_client_has_reached(fake: Thread
     assert dialled == 3
 
 
+def test_a_server_that_was_away_while_nobody_published_is_published_to(fake: ThreadedFake) -> None:
+    chunk = chunk_of_plain_sets([b"k"], [b"v"])
+    with client(fake, retry_timeout_s=0.05) as kv:
+        kv.publish(PartitionId(0), chunk)
+        fake.down = True
+        fake.cut()
+        publisher = kv._publisher
+        assert publisher is not None
+        in_thread = publisher._in_thread._require_publisher()
+        fake.thread.run(
+            lambda: eventually(lambda: in_thread._nodes.error is not None, "it gave up")
+        )
+        fake.down = False
+        assert not kv.publish(PartitionId(0), chunk).failures
+    assert fake.server.partitions[0].applied == 2
+
+
 def test_a_bucket_that_is_not_there(fake: ThreadedFake) -> None:
     with pytest.raises(ServerError) as caught, client(fake, "upr://fake/other"):
         pass

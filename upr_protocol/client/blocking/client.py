@@ -429,8 +429,13 @@ class BlockingClient(KeyOperations[WriteResult]):
             raise
 
     def _publisher_of(self, writer: WriterIdentity, buffer_bytes: int) -> BlockingPublisher:
-        """The publisher that was used last if it is of this writer, or else a new one."""
-        if self._publisher is not None and self._publisher_key == (writer, buffer_bytes):
+        """The publisher that was used last if it is of this writer and still of use, or else a new
+        one."""
+        if (
+            self._publisher is not None
+            and self._publisher_key == (writer, buffer_bytes)
+            and not self._publisher.has_failed
+        ):
             return self._publisher
         self._close_publisher()
         options = self.options

@@ -38,6 +38,11 @@ class _PublisherInThread:
         self._error: UprError | None = None
         self._opened = trio.Event()
 
+    @property
+    def has_failed(self) -> bool:
+        publisher = self._publisher
+        return self._error is not None or (publisher is not None and publisher.failure is not None)
+
     async def run(self) -> None:
         try:
             while True:
@@ -97,6 +102,12 @@ class BlockingPublisher:
         self._thread = TrioThread()
         self._in_thread = _PublisherInThread(new_publisher, retry)
         self._thread.run_soon(self._thread.nursery.start_soon, self._in_thread.run)
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether it is of no more use, as the server was away for too long, perhaps while nobody
+        published anything."""
+        return self._in_thread.has_failed
 
     def close(self) -> None:
         """Closes the connections. Batches without an answer may be carried out or not."""

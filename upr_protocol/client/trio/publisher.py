@@ -120,6 +120,11 @@ class Publisher:
         """How many partitions the bucket has."""
         return self._nodes.partition_count
 
+    @property
+    def failure(self) -> UprError | None:
+        """Why nothing more is sent, so that each call raises it; None while something is."""
+        return self._nodes.error
+
     async def apply(
         self,
         operation: Operation,
