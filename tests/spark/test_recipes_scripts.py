@@ -207,6 +207,7 @@ def test_errors_are_a_sentence_and_a_code(
         (command.REFUSED, (latest_state, missing_url, tmp_path / "table", *query)),
         (command.REFUSED, (reprocess, url, missing_url, *query)),
         (command.REFUSED, (join, url, url, missing_url, *query)),
+        (command.FAILED, (reprocess, url, url, *query, "--where", "value.seats > 1")),
         (command.USAGE, (reprocess, url, url, *query, "--write-option", "user=bob")),
         (command.USAGE, (join, url, url, url, *query, "--write-option", "user=bob")),
     ):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import logging
 import os
 import signal
 import subprocess
@@ -14,6 +15,7 @@ from typing import Final, TypedDict
 from pyspark import SparkContext
 from pyspark.errors import PySparkException
 from pyspark.errors.exceptions.base import PySparkRuntimeError
+from pyspark.logger import PySparkLogger
 from pyspark.sql import SparkSession
 from pyspark.sql.streaming.query import StreamingQuery
 from pyspark.sql.utils import is_remote
@@ -31,6 +33,9 @@ INTERRUPTED: Final = 128 + signal.SIGINT
 
 JAVA_ENDS_S: Final = 10.0
 """Mostly it takes one."""
+
+_EXPRESSION_LOGGERS: Final = ("SQLQueryContextLogger", "DataFrameQueryContextLogger")
+"""They have a page of JSON about a wrong expression, of which a command says a sentence."""
 
 EXIT_CODES_HELP: Final = """\
 exit codes:
@@ -149,6 +154,8 @@ def spark_session(name: str) -> SparkSession:
     if not is_remote():
         # The log of a Spark Connect server is its operator's.
         spark.sparkContext.setLogLevel("ERROR")
+    for logger in _EXPRESSION_LOGGERS:
+        PySparkLogger.getLogger(logger).setLevel(logging.CRITICAL)
     spark.dataSource.register(UprDataSource)
     return spark
 
