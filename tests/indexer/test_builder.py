@@ -27,11 +27,9 @@ from upr_protocol.client import (
     connect,
     consume,
 )
-from upr_protocol.errors import ServerError, Status
 from upr_protocol.failover import FailoverEntry, FailoverLog, Position
 from upr_protocol.ids import Cas, Durability, HistoryId, Operation, PartitionId, SeqNo
 from upr_server.indexer import builder as builder_module
-from upr_server.indexer import stream as stream_module
 from upr_server.indexer.builder import IndexBuilder
 from upr_server.indexer.document_rows import DocumentRows, RoundChanges
 from upr_server.indexer.entry_reader import EntrySelection
@@ -404,34 +402,6 @@ async def test_an_index_is_complete_when_the_running_ones_have_what_it_has(tmp_p
             assert not file.is_built
             nursery.start_soon(running.run)
             await eventually(lambda: file.is_built, "it was built")
-            nursery.cancel_scope.cancel()
-        file.close()
-
-
-async def test_an_index_is_built_once_there_are_streams_for_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The indexer's user has as many streams as it may; those of another builder end."""
-    refused: list[int] = []
-
-    @asynccontextmanager
-    async def refused_once(*args: Any, **options: Any) -> AsyncIterator[Consumer]:
-        if not refused:
-            refused.append(1)
-            raise ServerError(Status.LIMIT_REACHED, "partition 0")
-        async with consume(*args, **options) as consumer:
-            yield consumer
-
-    monkeypatch.setattr(builder_module, "consume", refused_once)
-    monkeypatch.setattr(stream_module, "LIMIT_RETRY_S", 0.01)
-    stream = OtherStream()
-    async with a_server(partitions=1) as server, connect(server.url(BUCKET)) as client:
-        await client.set("k", "0")
-        builder, file = set_up(stream, tmp_path, server.url(BUCKET))
-        async with trio.open_nursery() as nursery:
-            nursery.start_soon(builder.run)
-            await eventually(lambda: file.mark(PARTITION).seq == 1, "it was read")
-            assert refused
             nursery.cancel_scope.cancel()
         file.close()
 

@@ -5,15 +5,19 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import trio
 
+from tests.indexer.kit import define, scan, until_ready
 from tests.indexer.test_tls import status_of
 from tests.kit.process import eventually
 from tests.server.test_log_in import BOB, USERS, VERIFIER, address_of, server_with_users
 from upr_protocol.client import Credentials, IndexerError, Security, connect
-from upr_protocol.users import Grant, Right, User
+from upr_protocol.users import Grant, Limits, Right, User
+from upr_server.indexer import stream as stream_module
 from upr_server.indexer.app import serving
 from upr_server.indexer.config import IndexerConfig, load_config
 from upr_server.indexer.indexer import running_indexer
+from upr_server.indexer.pure.definition import IndexDefinition
 from upr_server.runtime import ConfigError
 
 
@@ -54,6 +58,40 @@ async def test_a_user_who_may_read_is_enough(tmp_path: Path, password_file: Path
                 await status_of(url)
             assert refusal.value.code == "log_in_needed"
             assert await status_of(url, Security(credentials=Credentials("reader", "pencil")))
+
+
+async def test_above_a_limit_of_streams_a_new_index_waits_and_the_others_go_on(
+    tmp_path: Path, password_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The limit is enough for the running indexes, and not for a new one beside them."""
+    monkeypatch.setattr(stream_module, "LIMIT_RETRY_S", 0.05)
+    by_n = {"by_n": IndexDefinition(("n",))}
+    async with server_with_users() as server, connect(address_of(server, BOB)) as client:
+        limits = Limits(streams=client.partition_count)
+        reader = User("reader", VERIFIER, (Grant(Right.READ, "b"),), limits)
+        await server.users.apply_change(lambda _: USERS.with_user(reader))
+        await client.set("k", '{"n":1}')
+        config = IndexerConfig(
+            bucket=server.url("b"),
+            user="reader",
+            password_file=str(password_file),
+            data_dir=str(tmp_path / "indexes"),
+            pool_bytes=8 * 1024 * 1024,
+        )
+        async with running_indexer(config.settings()) as indexer:
+            (part,) = indexer.slices
+            await eventually(
+                lambda: part.stream.is_connected, "the running indexes' stream is there"
+            )
+            await define(client, "d", by_n)
+            await eventually(lambda: part.definitions.building_count == 1, "the new index is begun")
+            await trio.sleep(0.2)
+            assert part.definitions.building_count == 1
+            await client.set("k", '{"n":2}')
+            await part.barriers.wait_until_applied()
+            await server.users.apply_change(lambda users: users.with_limits("reader", Limits()))
+            await until_ready(indexer, "d/by_n")
+            assert await scan(indexer, "d/by_n") == [([2], "k")]
 
 
 def test_settings_that_do_not_fit(password_file: Path) -> None:
