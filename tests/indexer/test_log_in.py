@@ -5,9 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-import trio
 
-from tests.indexer.kit import define, scan, until_ready
+from tests.indexer.kit import define, name_of, scan, until, until_ready
 from tests.indexer.test_tls import status_of
 from tests.kit.process import eventually
 from tests.server.test_log_in import BOB, USERS, VERIFIER, address_of, server_with_users
@@ -85,13 +84,18 @@ async def test_above_a_limit_of_streams_a_new_index_waits_and_the_others_go_on(
             )
             await define(client, "d", by_n)
             await eventually(lambda: part.definitions.building_count == 1, "the new index is begun")
-            await trio.sleep(0.2)
-            assert part.definitions.building_count == 1
+
+            async def says_why() -> bool:
+                status = await indexer.scanner.status(name_of("d/by_n"))
+                return status.state == "building" and "may have 4" in status.failure
+
+            await until(says_why)
             await client.set("k", '{"n":2}')
             await part.barriers.wait_until_applied()
             await server.users.apply_change(lambda users: users.with_limits("reader", Limits()))
             await until_ready(indexer, "d/by_n")
             assert await scan(indexer, "d/by_n") == [([2], "k")]
+            assert not (await indexer.scanner.status(name_of("d/by_n"))).failure
 
 
 def test_settings_that_do_not_fit(password_file: Path) -> None:

@@ -86,6 +86,7 @@ class IndexBuilder:
     Attributes:
         pipeline: Applies what this stream reads.
         members: The indexes that are still wanted.
+        trouble: Why nothing could be read when that was tried last; empty if something was.
     """
 
     def __init__(
@@ -111,6 +112,7 @@ class IndexBuilder:
         self._partitions: list[PartitionId] = []
         self._scope = trio.CancelScope()
         self._stream_moved = Notifier()
+        self.trouble = ""
 
     async def run(self) -> None:
         """Builds until every partition has joined.
@@ -186,7 +188,8 @@ class IndexBuilder:
                 try:
                     await self._read()
                 except UprError as error:
-                    await trio.sleep(pause_before_retry_s(error))
+                    pause_s, self.trouble = pause_before_retry_s(error), str(error)
+                    await trio.sleep(pause_s)
 
     def _unjoined_partitions(self) -> list[PartitionId]:
         """The partitions that have not joined, or have joined provisionally."""
@@ -216,6 +219,9 @@ class IndexBuilder:
                 # `_check_provisional` may have begun a partition again and cancelled this scope
                 # while the event was received. Applied now, it would follow on nothing.
                 await trio.lowlevel.checkpoint_if_cancelled()
+                # A stream may be accepted before another is refused.
+                if not isinstance(event, StreamAccepted):
+                    self.trouble = ""
                 self._handle(consumer, event)
                 if not self._pool.has_room(BUILD_SHARE):
                     self._assembler.flush_all()

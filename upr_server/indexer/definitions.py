@@ -223,6 +223,17 @@ class Definitions:
         """How many indexes are being built."""
         return sum(len(builder.members) for builder in self._builders)
 
+    def building_trouble(self, index: Index) -> str:
+        """Why an index that is being built gets nothing just now; empty if it does."""
+        return next(
+            (
+                builder.trouble
+                for builder in self._builders
+                if any(member.file is index.file for member in builder.members)
+            ),
+            "",
+        )
+
     @property
     def queued_batches(self) -> int:
         """How many batches wait for indexes that are being built."""

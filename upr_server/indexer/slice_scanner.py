@@ -139,6 +139,7 @@ class SliceScanner:
                 lambda: (file.entry_count(), file.disk_bytes())
             )
         behind = sum(max(0, seq - file.mark(partition).seq) for partition, seq in seqs.items())
+        trouble = self._pipeline.disk.full_reason or self._definitions.building_trouble(index)
         return SliceStatus(
             slice=self._slice_id.index,
             state="failed" if file.failure else "ready" if file.is_built else "building",
@@ -147,7 +148,7 @@ class SliceScanner:
             too_long=index.extractor.too_long,
             too_costly=index.extractor.too_costly,
             behind=behind,
-            failure=file.failure or self._pipeline.disk.full_reason,
+            failure=file.failure or trouble,
         )
 
     def _find(self, name: IndexName, definition: IndexDefinition) -> Index:
