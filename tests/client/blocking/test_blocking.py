@@ -14,11 +14,13 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from copy import deepcopy
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any, TypeVar
 
 import pytest
+import trio
 
 from tests.kit.mirror import Mirror
 from tests.kit.process import eventually
@@ -929,6 +931,50 @@ def test_ctrl_c_ends_publishing_and_the_client_stays_usable(fake: ThreadedFake) 
     finally:
         signal.signal(signal.SIGALRM, before)
     assert fake.server.contents() == {b"k": b"w"}
+
+
+def url_of(fake: ThreadedFake) -> str:
+    """Where the fake can be reached from other processes."""
+
+    async def listen() -> list[trio.SocketListener]:
+        serve = partial(trio.serve_tcp, fake.server.serve, 0, host="127.0.0.1")
+        listeners: list[trio.SocketListener] = await fake.thread.nursery.start(serve)
+        return listeners
+
+    (listener,) = fake.thread.run(listen)
+    return f"upr://127.0.0.1:{listener.socket.getsockname()[1]}/b"
+
+
+def in_forked_process(function: Callable[[], object]) -> None:
+    """Calls a function that must raise nothing."""
+    child = os.fork()
+    if not child:  # it must not come back to pytest
+        code = 1
+        try:
+            function()
+            code = 0
+        finally:
+            os._exit(code)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+@pytest.mark.filterwarnings("ignore:.*multi-threaded:DeprecationWarning")
+@pytest.mark.parametrize("has_published", [False, True])
+def test_forked_processes_publish_as_writers_of_their_own(
+    fake: ThreadedFake, has_published: bool
+) -> None:
+    def publish(key: bytes) -> None:
+        assert not kv.publish(PartitionId(0), chunk_of_plain_sets([key], [b"v"])).failures
+
+    kv = BlockingClient(url_of(fake))
+    if has_published:
+        publish(b"parent")
+    for key in (b"a", b"b"):
+        in_forked_process(partial(publish, key))
+    publish(b"last")
+    kv.close()
+    keys = {b"a", b"b", b"last"} | ({b"parent"} if has_published else set())
+    assert fake.server.contents().keys() == keys
 
 
 @pytest.mark.filterwarnings("ignore:.*multi-threaded:DeprecationWarning")

@@ -68,6 +68,9 @@ class BlockingClient(KeyOperations[WriteResult]):
     when the bucket is over its quota and no credit arrives in time, and `BrokenError` when the
     server cannot be reached for too long.
 
+    A forked process may use the client of its parent: it makes connections of its own, and
+    publishes as a writer of its own.
+
     Once its bucket is deleted, requests raise `ServerError` with `NO_BUCKET` for as long as the
     connection lasts, though a bucket of the same name is created later: make a new client then.
 
@@ -119,6 +122,7 @@ class BlockingClient(KeyOperations[WriteResult]):
         self._copies = copies
         self._draw = draw
         self._sleep = sleep
+        self._process_id = os.getpid()
         self._writer = WriterIdentity(os.urandom(WRITER_ID_BYTES))
         self._publisher: BlockingPublisher | None = None
         self._publisher_key: tuple[WriterIdentity, int] | None = None
@@ -420,6 +424,7 @@ class BlockingClient(KeyOperations[WriteResult]):
             buffer_bytes: How much may be unsent or unanswered before the next batch is taken.
         """
         self._dispatcher.check_open()
+        self._begin_anew_after_fork()
         publisher = self._publisher_of(self._writer if writer is None else writer, buffer_bytes)
         try:
             publisher.publish_each(batches, on_answer)
@@ -427,6 +432,14 @@ class BlockingClient(KeyOperations[WriteResult]):
             # It may hold batches that nobody waits for any more.
             self._close_publisher()
             raise
+
+    def _begin_anew_after_fork(self) -> None:
+        """In a forked process, has no writer and no publisher of its parent. With the same ID, the
+        server would take the batches of one process for those of the other, sent again."""
+        if os.getpid() != self._process_id:
+            self._process_id = os.getpid()
+            self._writer = WriterIdentity(os.urandom(WRITER_ID_BYTES))
+            self._publisher = None
 
     def _publisher_of(self, writer: WriterIdentity, buffer_bytes: int) -> BlockingPublisher:
         """The publisher that was used last if it is of this writer and still of use, or else a new
