@@ -978,6 +978,20 @@ def test_forked_processes_publish_as_writers_of_their_own(
 
 
 @pytest.mark.filterwarnings("ignore:.*multi-threaded:DeprecationWarning")
+def test_a_forked_process_makes_requests_over_its_own_connection(fake: ThreadedFake) -> None:
+    def ask() -> None:
+        assert kv.increment("n").count == 2
+        kv.close()
+
+    with BlockingClient(url_of(fake)) as kv:
+        kv.increment("n")
+        in_forked_process(ask)
+        assert fake.server.bucket_opens == 2
+        assert kv.increment("n").count == 3
+    assert fake.server.bucket_opens == 2
+
+
+@pytest.mark.filterwarnings("ignore:.*multi-threaded:DeprecationWarning")
 def test_a_forked_process_makes_its_own_consumer(fake: ThreadedFake) -> None:
     fill(fake, 10)
     with consumer(fake) as following:

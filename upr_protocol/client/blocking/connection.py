@@ -301,6 +301,10 @@ class BlockingConnection:
         self._end(error)
         raise error
 
+    def abandon(self) -> None:
+        """Closes the socket here, and sends nothing: another process goes on with it."""
+        self._end(BrokenError("the connection is that of the parent process"))
+
     def close(self) -> None:
         """Sends a `Close`, within a short deadline, and closes the socket. Closing again does
         nothing."""

@@ -6,6 +6,7 @@ asked for the partition map when a caller says that it may be stale.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from typing import Final
@@ -32,6 +33,7 @@ class BlockingConnectionPool:
         # By address; a lost one stays until it is replaced.
         self._connections: dict[Address, BlockingConnection] = {}
         self._options = options
+        self._process_id = os.getpid()
         # The nodes that could not be reached.
         self._unreachable_nodes: set[Address] = set()
         self._waits = Backoff(draw, cap_s=MAP_WAIT_S_MAX)
@@ -39,9 +41,18 @@ class BlockingConnectionPool:
 
     def close(self) -> None:
         """Closes all connections."""
+        self._leave_to_parent()
         for connection in self._connections.values():
             connection.close()
         self._connections.clear()
+
+    def _leave_to_parent(self) -> None:
+        """In a forked process, gives up the connections of its parent, which goes on with them:
+        each would read answers to the other."""
+        if os.getpid() != self._process_id:
+            self._process_id = os.getpid()
+            for connection in self._connections.values():
+                connection.abandon()
 
     # Connections.
 
@@ -56,6 +67,7 @@ class BlockingConnectionPool:
         Raises:
             UprError: No node could be reached; why the last attempt failed.
         """
+        self._leave_to_parent()
         live = (c for c in self._connections.values() if not c.is_over())
         return next(live, None) or self._connect_first(self.metadata.known_nodes())
 
@@ -65,6 +77,7 @@ class BlockingConnectionPool:
         Raises:
             UprError: It could not be reached; why the last attempt failed.
         """
+        self._leave_to_parent()
         for host in address.each_node():
             connection = self._connections.get(host)
             if connection is not None and not connection.is_over():
