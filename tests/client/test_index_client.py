@@ -7,13 +7,14 @@ import threading
 from base64 import b64decode
 from collections.abc import Iterator
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, HTTPServer
+from http.server import BaseHTTPRequestHandler, HTTPServer, ThreadingHTTPServer
 from pathlib import Path
 
 import attrs
 import msgspec
 import pytest
 
+from tests.kit.forked import in_forked_process
 from upr_protocol.client import (
     Credentials,
     IndexClient,
@@ -84,6 +85,45 @@ def test_a_refused_log_in_reads_the_password_anew(url: str, tmp_path: Path) -> N
             client.status()
         file.write_text("new")
         assert client.status() == {}
+
+
+class ConnectionNumbers(BaseHTTPRequestHandler):
+    """Answers with the number of the connection."""
+
+    protocol_version = "HTTP/1.1"
+    connections = 0
+
+    def setup(self) -> None:
+        super().setup()
+        ConnectionNumbers.connections += 1
+        self.answer = b'{"number":%d}' % ConnectionNumbers.connections
+
+    def do_GET(self) -> None:
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(self.answer)))
+        self.end_headers()
+        self.wfile.write(self.answer)
+
+    def log_message(self, *args: object) -> None:
+        pass
+
+
+@pytest.mark.filterwarnings("ignore:.*multi-threaded:DeprecationWarning")
+def test_a_forked_process_asks_over_its_own_connection() -> None:
+    def ask() -> None:
+        assert client.status() == {"number": 2}
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), ConnectionNumbers) as server:
+        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
+        thread.start()
+        try:
+            with IndexClient(f"http://127.0.0.1:{server.server_port}") as client:
+                assert client.status() == {"number": 1}
+                in_forked_process(ask)
+                assert client.status() == {"number": 1}
+        finally:
+            server.shutdown()
+            thread.join()
 
 
 @attrs.define

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import http.client
+import os
 import ssl
 from base64 import b64encode
 from collections.abc import Generator, Iterator
@@ -92,6 +93,7 @@ class IndexNode:
         self._credentials = credentials
         self._headers: dict[str, str] = {}
         self._security = security
+        self._process_id = os.getpid()
         self._connection = (
             http.client.HTTPConnection(host, port)
             if scheme == "http"
@@ -108,6 +110,11 @@ class IndexNode:
         """What the node answers. It may be silent for `timeout_s`. The errors are those of
         `IndexClient.scan`."""
         connection = self._connection
+        if os.getpid() != self._process_id:
+            # A forked process, and its parent goes on with the connection: each would read answers
+            # to the other.
+            self._process_id = os.getpid()
+            connection.close()
         # The connection gives this to sockets that it makes; a socket that it has keeps its own.
         connection.timeout = timeout_s
         if method == "DELETE":

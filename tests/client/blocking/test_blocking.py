@@ -22,6 +22,7 @@ from typing import Any, TypeVar
 import pytest
 import trio
 
+from tests.kit.forked import in_forked_process
 from tests.kit.mirror import Mirror
 from tests.kit.process import eventually
 from tests.kit.threaded import ThreadedFake, trio_thread
@@ -943,19 +944,6 @@ def url_of(fake: ThreadedFake) -> str:
 
     (listener,) = fake.thread.run(listen)
     return f"upr://127.0.0.1:{listener.socket.getsockname()[1]}/b"
-
-
-def in_forked_process(function: Callable[[], object]) -> None:
-    """Calls a function that must raise nothing."""
-    child = os.fork()
-    if not child:  # it must not come back to pytest
-        code = 1
-        try:
-            function()
-            code = 0
-        finally:
-            os._exit(code)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 
 @pytest.mark.filterwarnings("ignore:.*multi-threaded:DeprecationWarning")
