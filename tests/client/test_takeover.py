@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
+import attrs
 import pytest
 
 from tests.client.resumed_takeover import ResumedTakeover
 from tests.kit.server_group import PARTITIONS, MapInterrupter, ServerGroup, running_servers
 from upr_protocol.client.operator import (
     NotDoneError,
+    Operator,
     TakeoverTimeouts,
     take_over,
 )
@@ -255,6 +257,29 @@ async def test_partitions_are_handed_back_if_the_target_does_not_catch_up() -> N
         await group.set("a", {"k": "w"})
         await group.until(lambda: highs(group, "a") == highs(group, "b"))
         group.check()
+
+
+async def test_a_takeover_between_nodes_that_both_lose_the_bucket_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with running_servers("ab") as group:
+        before = group.map("a")
+        cluster: Any = group.servers["b"].partition_maps
+        await cluster.stop()
+        await group.set("a", {f"key {n}": "v" for n in range(HANDOVER_LAG_CHANGES + 1)})
+        real = Operator.node_reports
+
+        async def node_reports(operator: Operator, addresses: Any) -> Any:
+            reports = await real(operator, addresses)
+            if not group.progress:  # The takeover has not begun to wait.
+                return reports
+            return {n: attrs.evolve(report, partitions=()) for n, report in reports.items()}
+
+        monkeypatch.setattr(Operator, "node_reports", node_reports)
+        timeouts = TakeoverTimeouts(approach_s=0.3)
+        with pytest.raises(NotDoneError, match="lacks an unknown number of changes"):
+            await take_over(group.operator(), to="b", all_of="a", timeouts=timeouts)
+        assert group.map("a") == before
 
 
 async def test_a_takeover_by_a_replica_that_stays_far_behind_changes_nothing() -> None:

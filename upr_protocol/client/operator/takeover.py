@@ -189,6 +189,8 @@ class _Takeover:
         source, target = self._survey.nodes[self._source], self._survey.nodes[self._target]
         if target.failure or source.failure or len(target.partitions) != len(source.partitions):
             return None
+        if not source.partitions:
+            return None  # Both have lost the bucket.
         lag = 0
         for partition in self._change.assignments:
             active, replica = source.partitions[partition], target.partitions[partition]
