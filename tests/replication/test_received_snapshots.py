@@ -71,6 +71,42 @@ def test_a_stream_continues_inside_an_interrupted_snapshot() -> None:
     assert on_disk.position == snapshots.position
 
 
+@pytest.mark.parametrize("is_front_written", [False, True])
+def test_a_stream_that_was_cut_before_a_snapshots_end_sends_the_last_chunk_again(
+    is_front_written: bool,
+) -> None:
+    """The answers to publishers come between the two. With the chunk, but without them, a node that
+    becomes active would apply the batches of this snapshot again."""
+    snapshots = received(4, chunk(1, 2), chunk(3, 4))
+    if is_front_written:
+        snapshots.take_write()
+    partial = PartialSnapshot(HISTORY, SeqNo(0), SeqNo(4))
+    assert snapshots.position == Position(LOG, SeqNo(0), SeqNo(2), partial)
+    snapshots.begin_stream()
+    assert snapshots.position == Position(LOG, SeqNo(0), SeqNo(2), partial)
+    front = snapshots.take_write()
+    assert [part.end for part in front.chunks] == ([] if is_front_written else [2])
+    assert front.record.received_seq == 2
+    answer = (bytes(16), 1, SeqNo(4), b"answer")
+    snapshots.begin_snapshot(HISTORY, SeqNo(4), SeqNo(0))
+    snapshots.add_chunk(chunk(3, 4))
+    snapshots.add_answers([answer])
+    snapshots.end_snapshot(SeqNo(4))
+    write = snapshots.take_write()
+    assert ([part.start for part in write.chunks], write.ends) == ([2], [4])
+    assert write.answers == [answer]
+
+
+def test_a_snapshot_of_one_chunk_that_was_cut_before_its_end_may_come_longer() -> None:
+    snapshots = received(2, chunk(1, 2))
+    assert snapshots.position == Position(LOG, SeqNo(0), SeqNo(0), None)
+    snapshots.begin_stream()
+    snapshots.begin_snapshot(HISTORY, SeqNo(3), SeqNo(0))
+    snapshots.add_chunk(chunk(1, 2, 3))
+    snapshots.end_snapshot(SeqNo(3))
+    assert snapshots.take_write().record.high == 3
+
+
 def test_answers_to_publishers_wait_for_the_end_of_their_snapshot() -> None:
     snapshots = received(4, chunk(1, 2))
     answer = (bytes(16), 1, SeqNo(2), b"answer")
@@ -87,7 +123,9 @@ def test_answers_to_publishers_count_while_they_wait_for_the_disk() -> None:
     chunk_bytes = snapshots.nbytes
     answer = (bytes(16), 1, SeqNo(2), bytes(1000))
     snapshots.add_answers([answer])
-    snapshots.discard_answers()
+    snapshots.begin_stream()
+    assert snapshots.nbytes == 0
+    snapshots.add_chunk(chunk(1, 2))
     snapshots.add_answers([answer])
     snapshots.end_snapshot(SeqNo(2))
     assert snapshots.nbytes == chunk_bytes + 1000 + ANSWER_OVERHEAD_BYTES
@@ -100,7 +138,7 @@ def test_answers_without_their_snapshot_are_dropped_when_the_stream_begins_anew(
     snapshots = received(2, chunk(1, 2))
     snapshots.end_snapshot(SeqNo(2))
     snapshots.add_answers([(bytes(16), 1, SeqNo(4), b"of a snapshot that never came")])
-    snapshots.discard_answers()
+    snapshots.begin_stream()
     answer = (bytes(16), 1, SeqNo(3), b"answer")
     snapshots.add_answers([answer])
     snapshots.begin_snapshot(HISTORY, SeqNo(3), SeqNo(0))

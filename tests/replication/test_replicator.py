@@ -618,10 +618,12 @@ async def test_a_truncation_does_not_go_on_in_another_bucket_of_the_name(
             await disk.truncate(PARTITION, record, [])
 
 
-async def test_a_full_disk_drops_a_chunk_that_waits_for_its_snapshots_end(
-    autojump_clock: MockClock,
+@pytest.mark.parametrize("is_map_new", [False, True])
+async def test_a_snapshot_that_lacks_only_its_end_counts_once_its_answers_came(
+    autojump_clock: MockClock, is_map_new: bool
 ) -> None:
-    """The replication that received it had ended before: the next one knows it from memory."""
+    """The stream was cut behind the last chunk. Without the answers, a batch of this snapshot would
+    take effect a second time if this node became active."""
     assignment = Assignment("a", {"b": ""})
     async with replica(partition_count=2) as follower:
         source = follower.source
@@ -642,18 +644,23 @@ async def test_a_full_disk_drops_a_chunk_that_waits_for_its_snapshots_end(
         session.send(PartitionChunk(Chunk.build([row], SeqNo(1), row.seq), **place))
         connection.wake()
         await trio.sleep(1.0)
-        await follower.assign(assignment, assignment)
-        # The next replication is told that the snapshot ends with this chunk, and cannot write it.
-        follower.store.is_full = True
-        follower.store.commit_s = 5.0
-        await trio.sleep(1.0)
-        with pytest.raises(DiskFullError):
-            await follower.assign(Assignment("a"), Assignment("a"))
-        follower.store.is_full = False
-        follower.store.commit_s = 0.0
+        if is_map_new:
+            # The next replication knows the chunk from memory.
+            await follower.assign(assignment, assignment)
+        else:
+            connection.scope.cancel()
+        await trio.sleep(2 * RECONNECT_S)
+        assert 1 in follower.starts[1:]
+        assert row.seq not in follower.starts
+        assert not any(row.seq in report[2:] for ack in source.reports for report in ack.rows)
+        token = WriterToken(bytes(range(16)), 1)
+        applied = MutateResult(HistoryId(1), row.seq, row.seq, row.cas)
+        source.answers = ((token.writer, token.counter, row.seq, pack_result(applied)),)
         source.resume()
         await follower.persist()
         assert follower.partition.high_seq == row.seq
+        batch = batch_of(Chunk.build([Mutation(Operation.SET, row.key, b"newer value")]), token)
+        assert not follower.partition.repeated_batches.is_new(batch)
 
 
 class WritingSteps(trio.abc.Instrument):

@@ -91,12 +91,29 @@ class ReceivedSnapshots:
 
     @property
     def position(self) -> Position:
-        """From where the stream goes on."""
+        """From where the stream goes on: before a last chunk that waits for its snapshot's end, as
+        the answers to publishers come between the two."""
         partial = self._partial
+        if self._ends_with_last_chunk:
+            partial = self._partial_through(self._chunks[-1].start)
         if partial is None:
             return Position(self.log, self.high, self.high, None)
         snapshot = PartialSnapshot(partial.history_id, partial.start, partial.end)
-        return Position(self.log, self.high, self.received_seq, snapshot)
+        return Position(self.log, self.high, SeqNo(partial.received_seq), snapshot)
+
+    @property
+    def _ends_with_last_chunk(self) -> bool:
+        """Whether all chunks of a snapshot came, but not its end; the last one is in memory."""
+        is_whole = self._partial is not None and self.received_seq == self._snapshot_end
+        return is_whole and bool(self._chunks)
+
+    def _partial_through(self, seq: SeqNo) -> PartialRecord | None:
+        """The snapshot under way, of which everything up to `seq` is there; None if that is
+        nothing."""
+        assert self._partial is not None
+        if seq <= self.high:
+            return None
+        return msgspec.structs.replace(self._partial, received_seq=seq)
 
     # From the stream.
 
@@ -145,11 +162,17 @@ class ReceivedSnapshots:
         self._answers_of_snapshot += rows
         self._answer_bytes_of_snapshot += sum(ANSWER_OVERHEAD_BYTES + len(row[3]) for row in rows)
 
-    def discard_answers(self) -> None:
-        """The stream begins anew, and sends the answers of the snapshot under way again. It may be
-        another history's, in which those batches never were."""
+    def begin_stream(self) -> None:
+        """The stream begins anew at `position`, and sends the answers of the snapshot under way
+        again. It may be another history's, in which those batches never were."""
         self._answers_of_snapshot = []
         self._answer_bytes_of_snapshot = 0
+        if self._ends_with_last_chunk:
+            # It comes again, with the answers and the end.
+            last_chunk = self._chunks.pop()
+            self.nbytes -= last_chunk.nbytes
+            self._partial = self._partial_through(last_chunk.start)
+            self.received_seq = last_chunk.start
 
     def end_snapshot(self, end: SeqNo) -> None:
         """The snapshot is complete.
@@ -195,14 +218,11 @@ class ReceivedSnapshots:
         """What is to be put on disk. The caller puts it there, or starts again `from_record`."""
         record = self.record()
         chunks, held_chunks = self._chunks, list[Chunk]()
-        if record.partial is not None and self.received_seq == self._snapshot_end and chunks:
+        if self._ends_with_last_chunk:
             # The disk notes a snapshot's end with its last chunk, so that one waits for
             # `PartitionEnd`, which comes at once. The record describes what lies before it.
             held_chunks = [chunks.pop()]
-            written_through = held_chunks[0].start
-            partial = None
-            if written_through > self.high:
-                partial = msgspec.structs.replace(record.partial, received_seq=written_through)
+            partial = self._partial_through(held_chunks[0].start)
             record = msgspec.structs.replace(record, partial=partial)
         is_continuation = self.written_record.partial is not None
         write = ReceivedWrite(

@@ -304,7 +304,9 @@ class Replicator:
             self.trouble = ""
             self._system.log_in_pauses.note_success(self._address)
             self._consumers[event.partition] = consumer
-            self._received_snapshots[event.partition].discard_answers()
+            self._received_snapshots[event.partition].begin_stream()
+            if event.partition in self._dirty:
+                self._mark_dirty(event.partition)
             self._report(event.partition)
 
     def _report(self, partition_id: PartitionId) -> None:

@@ -129,6 +129,25 @@ class Model:
             assert position.partial.end >= self.highest
 
 
+def test_with_answers_a_stream_begins_again_before_a_last_chunk_without_its_end() -> None:
+    """The answers come between the two."""
+    received = ResumeState("b")
+    deliveries = SnapshotDeliveries(received, with_answers=True)
+    start = PartitionStart(
+        HISTORY, SeqNo(0), SeqNo(4), SeqNo(0), SnapshotKind.MEMORY, False, partition=PARTITION
+    )
+    highest: list[SeqNo] = []
+    for message in (
+        start,
+        PartitionChunk(chunk(0, 2), partition=PARTITION),
+        PartitionChunk(chunk(2, 4), partition=PARTITION),
+        PartitionEnd(SeqNo(4), partition=PARTITION),
+    ):
+        list(deliveries.receive(message, CONNECTION))
+        highest.append(received.position(PARTITION).highest_received)
+    assert highest == [0, 2, 2, 4]
+
+
 @settings(max_examples=effort(200, 5000))
 @given(st.lists(connections, max_size=6))
 def test_positions_follow_from_the_events_however_streams_are_cut(

@@ -28,12 +28,20 @@ from upr_protocol.wire import (
 
 
 class SnapshotDeliveries:
-    """The deliveries that the snapshots of one node make."""
+    """The deliveries that the snapshots of one node make.
 
-    __slots__ = ("_resume_state", "_starts")
+    Args:
+        resume_state: The positions, which they move.
+        with_answers: Whether answers to publishers come before each snapshot's end. A stream that
+            is cut after the last chunk then has to begin again before that chunk: a consumer that
+            has the chunk would count the snapshot as complete, and not get the answers.
+    """
 
-    def __init__(self, resume_state: ResumeState) -> None:
+    __slots__ = ("_resume_state", "_starts", "_with_answers")
+
+    def __init__(self, resume_state: ResumeState, *, with_answers: bool = False) -> None:
         self._resume_state = resume_state
+        self._with_answers = with_answers
         # By partition the start of its last snapshot. The session knows it too, but may be ahead:
         # it takes in everything that has arrived before any of that comes here.
         self._starts: dict[PartitionId, PartitionStart] = {}
@@ -93,9 +101,11 @@ class SnapshotDeliveries:
         snapshot_end: SeqNo,
         connection: int,
     ) -> Delivery:
-        position = resume_state.position_after_chunk(
-            self._resume_state.position(partition), start.history_id, snapshot_end, chunk.end
-        )
+        position = self._resume_state.position(partition)
+        if not (self._with_answers and chunk.end == snapshot_end):
+            position = resume_state.position_after_chunk(
+                position, start.history_id, snapshot_end, chunk.end
+            )
         return Delivery(
             ChunkReceived(partition, chunk),
             self._set_position(partition, position),

@@ -122,7 +122,9 @@ class StreamFollower:
         self.failure: ServerError | None = None
         self.refused_streams: list[RefusedStream] = []
         self._state = state
-        self._snapshots = SnapshotDeliveries(state.resume_state)
+        self._snapshots = SnapshotDeliveries(
+            state.resume_state, with_answers=state.subscription.with_answers
+        )
         self._connection: _ConnectionStreams | None = None
 
     @property
