@@ -28,19 +28,23 @@ def password_file(tmp_path: Path) -> Path:
     return path
 
 
+def config_of_reader(bucket: str, tmp_path: Path, password_file: Path) -> IndexerConfig:
+    return IndexerConfig(
+        bucket=bucket,
+        user="reader",
+        password_file=str(password_file),
+        data_dir=str(tmp_path / "indexes"),
+        pool_bytes=8 * 1024 * 1024,
+    )
+
+
 async def test_a_user_who_may_read_is_enough(tmp_path: Path, password_file: Path) -> None:
     reader = User("reader", VERIFIER, (Grant(Right.READ, "b"),))
     async with server_with_users() as server:
         await server.users.apply_change(lambda _: USERS.with_user(reader))
         async with connect(address_of(server, BOB)) as client:
             await client.set("k", "{}")
-        config = IndexerConfig(
-            bucket=server.url("b"),
-            user="reader",
-            password_file=str(password_file),
-            data_dir=str(tmp_path / "indexes"),
-            pool_bytes=8 * 1024 * 1024,
-        )
+        config = config_of_reader(server.url("b"), tmp_path, password_file)
         async with (
             running_indexer(config.settings()) as indexer,
             serving(indexer, "127.0.0.1:0", None) as url,
@@ -70,13 +74,7 @@ async def test_above_a_limit_of_streams_a_new_index_waits_and_the_others_go_on(
         reader = User("reader", VERIFIER, (Grant(Right.READ, "b"),), limits)
         await server.users.apply_change(lambda _: USERS.with_user(reader))
         await client.set("k", '{"n":1}')
-        config = IndexerConfig(
-            bucket=server.url("b"),
-            user="reader",
-            password_file=str(password_file),
-            data_dir=str(tmp_path / "indexes"),
-            pool_bytes=8 * 1024 * 1024,
-        )
+        config = config_of_reader(server.url("b"), tmp_path, password_file)
         async with running_indexer(config.settings()) as indexer:
             (part,) = indexer.slices
             await eventually(

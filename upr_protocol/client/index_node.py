@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import http.client
-import os
 import ssl
 from base64 import b64encode
 from collections.abc import Generator, Iterator
@@ -16,6 +15,7 @@ from urllib.parse import urlsplit
 import msgspec
 
 from upr_protocol.client.credentials import resolve_credentials
+from upr_protocol.client.fork_check import ForkCheck
 from upr_protocol.errors import BrokenError, UprError
 from upr_protocol.security import Credentials, Security, TlsSettings
 from upr_protocol.transport import client_context, explained_tls_error
@@ -93,7 +93,7 @@ class IndexNode:
         self._credentials = credentials
         self._headers: dict[str, str] = {}
         self._security = security
-        self._process_id = os.getpid()
+        self._fork_check = ForkCheck()
         self._connection = (
             http.client.HTTPConnection(host, port)
             if scheme == "http"
@@ -110,11 +110,8 @@ class IndexNode:
         """What the node answers. It may be silent for `timeout_s`. The errors are those of
         `IndexClient.scan`."""
         connection = self._connection
-        if os.getpid() != self._process_id:
-            # A forked process, and its parent goes on with the connection: each would read answers
-            # to the other.
-            self._process_id = os.getpid()
-            connection.close()
+        if self._fork_check.was_forked():
+            connection.close()  # the parent goes on with it
         # The connection gives this to sockets that it makes; a socket that it has keeps its own.
         connection.timeout = timeout_s
         if method == "DELETE":

@@ -298,8 +298,7 @@ def record_batch_of(
         parser: What makes structs of the values; None where these stay bytes or text.
 
     Raises:
-        PipelineError: A text is no UTF-8, or a column that is to have no nulls
-            has some.
+        PipelineError: A text is no UTF-8, or a column that is to have no nulls has some.
     """
     arrays = dict(columns)
     if parser is not None:

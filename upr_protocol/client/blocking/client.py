@@ -41,6 +41,7 @@ from upr_protocol.client.core.retry import RETRY_TIMEOUT_S_DEFAULT, RetryState
 from upr_protocol.client.core.subscription import End
 from upr_protocol.client.core.unanswered_batches import BUFFER_BYTES_DEFAULT, Batch
 from upr_protocol.client.core.writer_identity import WRITER_ID_BYTES, WriterIdentity
+from upr_protocol.client.fork_check import ForkCheck
 from upr_protocol.client.options import CREDIT_TIMEOUT_S_DEFAULT, IDENTITY_DEFAULT, new_lease_id
 from upr_protocol.client.trio.publisher import publisher as trio_publisher
 from upr_protocol.errors import ServerError, Status, UprError
@@ -122,7 +123,7 @@ class BlockingClient(KeyOperations[WriteResult]):
         self._copies = copies
         self._draw = draw
         self._sleep = sleep
-        self._process_id = os.getpid()
+        self._fork_check = ForkCheck()
         self._writer = WriterIdentity(os.urandom(WRITER_ID_BYTES))
         self._publisher: BlockingPublisher | None = None
         self._publisher_key: tuple[WriterIdentity, int] | None = None
@@ -436,8 +437,7 @@ class BlockingClient(KeyOperations[WriteResult]):
     def _begin_anew_after_fork(self) -> None:
         """In a forked process, has no writer and no publisher of its parent. With the same ID, the
         server would take the batches of one process for those of the other, sent again."""
-        if os.getpid() != self._process_id:
-            self._process_id = os.getpid()
+        if self._fork_check.was_forked():
             self._writer = WriterIdentity(os.urandom(WRITER_ID_BYTES))
             self._publisher = None
 

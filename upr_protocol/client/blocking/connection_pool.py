@@ -6,7 +6,6 @@ asked for the partition map when a caller says that it may be stale.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from typing import Final
@@ -17,6 +16,7 @@ from upr_protocol.address import Address
 from upr_protocol.client.blocking.connection import BlockingConnection, SocketOptions
 from upr_protocol.client.core.metadata import ClusterMetadata, partition_map_of
 from upr_protocol.client.core.retry import MAP_WAIT_S_MAX, Backoff
+from upr_protocol.client.fork_check import ForkCheck
 from upr_protocol.errors import BrokenError, Status, UprError
 from upr_protocol.ids import PartitionId, PartitionState
 from upr_protocol.wire import GetMap, MapReply
@@ -33,7 +33,7 @@ class BlockingConnectionPool:
         # By address; a lost one stays until it is replaced.
         self._connections: dict[Address, BlockingConnection] = {}
         self._options = options
-        self._process_id = os.getpid()
+        self._fork_check = ForkCheck()
         # The nodes that could not be reached.
         self._unreachable_nodes: set[Address] = set()
         self._waits = Backoff(draw, cap_s=MAP_WAIT_S_MAX)
@@ -47,10 +47,8 @@ class BlockingConnectionPool:
         self._connections.clear()
 
     def _leave_to_parent(self) -> None:
-        """In a forked process, gives up the connections of its parent, which goes on with them:
-        each would read answers to the other."""
-        if os.getpid() != self._process_id:
-            self._process_id = os.getpid()
+        """In a forked process, gives up the connections of its parent, which goes on with them."""
+        if self._fork_check.was_forked():
             for connection in self._connections.values():
                 connection.abandon()
 
