@@ -87,6 +87,7 @@ from upr_server.config import ServerConfig
 from upr_server.engine import WriterToken
 from upr_server.engine.publisher_answers import BATCHES_MAX
 from upr_server.engine.repeated_batches import RepeatedBatches
+from upr_server.net import connection as net_connection
 from upr_server.net import server as net_server
 from upr_server.net import streamer
 from upr_server.net.connection import AcceptedConnection
@@ -811,6 +812,32 @@ async def test_a_barrier_covers_snapshots_that_other_consumers_closed() -> None:
                 await slow.say()
         assert keys == {b"k%d" % index for index in range(6)}
         assert message.ends == ((0, 6),)
+
+
+async def test_frames_that_are_dropped_let_others_have_their_turn(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A peer closes streams that it does not have, as many as come in one read."""
+    # As if each took that long.
+    monkeypatch.setattr(net_connection, "LONG_STEP_S", -1.0)
+    monkeypatch.setattr(net_connection, "SLICE_S", -1.0)
+    frame_count, turns = 200, 0
+    async with connected(make_server()) as peer, trio.open_nursery() as nursery:
+        await peer.open()
+
+        async def take_turns() -> None:
+            nonlocal turns
+            while True:
+                turns += 1
+                await trio.lowlevel.checkpoint()
+
+        nursery.start_soon(take_turns)
+        frame = b"".join(map(bytes, CloseStream(partition=P0, opaque=1).frame_buffers()))
+        await peer.stream.send_all(frame_count * frame)
+        await peer.say(Seqnos(opaque=peer.opaque()))
+        await peer.hear(SeqnosReply)
+        nursery.cancel_scope.cancel()
+    assert turns > frame_count // 2
 
 
 async def test_deleting_the_bucket_ends_its_streams() -> None:

@@ -36,6 +36,7 @@ from upr_protocol.partition_map import Assignment, PartitionMap
 from upr_protocol.wire import (
     VERSION,
     Await,
+    CloseStream,
     Get,
     GetMap,
     Go,
@@ -399,6 +400,13 @@ async def identities(server: Target) -> None:
                 await asking.receive()
 
 
+async def closes(server: Target) -> None:
+    """3,000 frames at a time that close streams which the client does not have."""
+    frame = b"".join(map(bytes, CloseStream(partition=P0, opaque=1).frame_buffers()))
+
+    await _for_ever(server, NARROW, lambda asking: asking.send_bytes(3000 * frame))
+
+
 async def misplaced_keys(server: Target) -> None:
     """4,096 keys a frame, nearly all in a partition that is not theirs."""
     keys = [key_in(0, PARTITIONS_MAX), *(b"%d" % index for index in range(4095))]
@@ -420,6 +428,7 @@ ATTACKS: Final[dict[str, tuple[Attack, ...]]] = {
         expiring_increments,
         openings,
         streams,
+        closes,
         maps,
         small_changes,
         deletions,

@@ -126,6 +126,11 @@ class Session(SessionContext):
             RemoteProtocolError: The peer broke the protocol. An `Error` that tells it so is queued;
                 write it and close the connection.
         """
+        return filter(None, self.message_steps())
+
+    def message_steps(self) -> Iterator[Message | None]:
+        """The same, with None for each `CloseStream` that is dropped because there is no stream. A
+        peer may send thousands together, and others may have their turn after each."""
         while self.state is not SessionState.CLOSED:
             try:
                 frame = self._frames.next_frame()
@@ -134,7 +139,8 @@ class Session(SessionContext):
                 header, body = frame
                 message = decode(header, body)
                 if type(message) is CloseStream and message.partition not in self.streams:
-                    continue  # it was sent before our `StreamEnd` arrived
+                    yield None  # it was sent before our `StreamEnd` arrived
+                    continue
                 # A dropped message is processed all the same: it has used up the window, and its
                 # sequence numbers must follow those before it.
                 is_dropped = type(message) in SNAPSHOT_MESSAGES and self._dropped(message)

@@ -333,7 +333,7 @@ class AcceptedConnection:
 
     async def _handle_frames(self) -> bool:
         """Handles every whole frame that has come; whether there was any."""
-        handled_before, events = self._handled_count, self.session.messages()
+        handled_before, events = self._handled_count, self.session.message_steps()
         if self._has_worked_long:
             await self._wait_for_step_turn()
         now = self.session.now
@@ -379,7 +379,7 @@ class AcceptedConnection:
             self._has_worked_long = True
             self._resources.step_turns.note_used(worked_s)
 
-    def _handle_in_step(self, events: Iterator[Message], now: float) -> Continuation | None:
+    def _handle_in_step(self, events: Iterator[Message | None], now: float) -> Continuation | None:
         """Handles frames for one step that begins at `now`, and writes what that has made for this
         connection and for others.
 
@@ -393,15 +393,15 @@ class AcceptedConnection:
         finally:
             writes.end(now)
 
-    def _handle_some(self, events: Iterator[Message], began: float) -> Continuation | None:
+    def _handle_some(self, events: Iterator[Message | None], began: float) -> Continuation | None:
         while True:
             has_applied = self._apply_sets()
             if not has_applied:
-                message = next(events, None)
-                if message is None:
+                try:
+                    message = next(events)
+                except StopIteration:
                     return None
-                steps = self._handle(message)
-                if steps is not None:
+                if message is not None and (steps := self._handle(message)) is not None:
                     self._handled_count += 1
                     self._note_worked(trio.current_time() - began)
                     return partial(self._finish_handling, message, steps)

@@ -36,6 +36,7 @@ from upr_protocol.wire import (
     Barrier,
     BarrierReply,
     Message,
+    Noop,
     PartitionAnswers,
     PartitionChunk,
     Refusal,
@@ -169,6 +170,13 @@ def test_heard(side: str, happened: str, state: str, cell: str) -> None:
         else:
             status = Status.MALFORMED if malformed else Status.OUT_OF_TURN
         assert_refused(session, status)
+
+
+def test_each_close_of_a_stream_that_is_not_there_is_a_step_of_its_own() -> None:
+    """It is no message. But a peer may send thousands, and others have their turn in between."""
+    pair = Pair.in_state(SessionState.STREAMING)
+    pair.server.receive(encoded(*[close_stream(3, 9)] * 3, Noop()), 0.0)
+    assert list(pair.server.message_steps()) == [None, None, None, Noop()]
 
 
 def test_a_second_stream_of_a_partition_is_refused_with_any_opaque() -> None:
