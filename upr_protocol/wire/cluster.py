@@ -42,7 +42,8 @@ class MapReply(Message, frozen=True):
     opcode = 0xA0
     sender = Role.SERVER
     states = CONTROL
-    body_bytes_max = 1024 * 1024
+    # More than `SetMap`: the node adds its name, and may write the same map with more characters.
+    body_bytes_max = 2 * 1024 * 1024
     layout = cs.Struct(
         "revision" / cs.Int64ul * "the map's revision; 0: the node has no map of the bucket",
         "document" / text(cs.Int32ul) * "the map, as JSON; empty for revision 0",
