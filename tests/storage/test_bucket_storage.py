@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from itertools import groupby
 from random import Random
-from typing import Final
+from typing import Any, Final
 
 import pytest
 
 from tests.storage.log_model import Model, chunk_of, record_of, row
+from upr_protocol.chunk import Chunk
 from upr_protocol.ids import Operation
-from upr_server.storage import bucket_storage, compaction
+from upr_server.storage import bucket_storage, compaction, key_index
 from upr_server.storage.bucket_storage import (
     STEPS_URGENT,
     STEPS_WASTEFUL,
@@ -264,6 +265,37 @@ def test_a_step_is_bounded(bucket: BucketStorage) -> None:
                 marks[other.partition] = other.indexed_seq
             assert taken_in <= 300 + 20 + 20
     assert marks == model.highs
+
+
+def test_a_step_of_indexing_reads_a_bounded_part_of_all_logs_together(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    limit, partitions = 20_000, 8
+    monkeypatch.setattr(key_index, "READ_BYTES_MAX", limit)
+    bucket = BucketStorage(SimulatedDisk(), SimulatedDisk())
+    bucket.log.create(BucketRecord("b", partitions, 0), [record_of(0)] * partitions)
+    bucket.open()
+    for partition in range(partitions):
+        for seq in range(1, 9):
+            chunk = chunk_of(
+                [row(Operation.SET, b"key %d" % seq, seq, seq, size=4_000)], seq - 1, seq
+            )
+            bucket.commit([PartitionWrite(partition, record_of(seq), [chunk])])
+    read_sizes: list[int] = []
+    read_chunks = bucket.log.read_chunks
+
+    def counted(*args: Any, **options: Any) -> list[Chunk]:
+        chunks = read_chunks(*args, **options)
+        read_sizes.append(sum(chunk.nbytes for chunk in chunks))
+        return chunks
+
+    monkeypatch.setattr(bucket.log, "read_chunks", counted)
+    step = MaintenanceStep(has_more=True)
+    while step.has_more:
+        read_sizes.clear()
+        step = bucket.maintain(urgent=True, leases=(), purge_before_cas=NEVER)
+        assert sum(read_sizes) <= limit + 5_000
+    assert all(bucket.index.watermark(partition).seq == 8 for partition in range(partitions))
 
 
 def test_partitions_with_little_to_index_share_a_commit(bucket: BucketStorage) -> None:

@@ -42,7 +42,7 @@ from upr_server.storage.records import (
 )
 
 READ_BYTES_MAX: Final = 8 * 1024 * 1024
-"""What one step of `follow_log` reads of the log at most."""
+"""What one step of `follow_logs` reads of the log at most, and one chunk."""
 
 FIND_BYTES_MAX: Final = 2 * 1024 * 1024
 """About how large one answer of `find_items` may become. The server takes the items out of the
@@ -157,13 +157,15 @@ class KeyIndex:
             CorruptionError: The log or the index of a partition is damaged. Nothing was indexed.
         """
         parts: list[_LogPart] = []
+        bytes_max = READ_BYTES_MAX
         for partition, through in stop_seqs.items():
-            if mutations_max <= 0:
+            if mutations_max <= 0 or bytes_max <= 0:
                 break
-            part = self._read_log(partition, mutations_max, through)
+            part = self._read_log(partition, mutations_max, bytes_max, through)
             if part is not None and (not parts or part.chunks[-1].end <= through):
                 parts.append(part)
                 mutations_max -= sum(chunk.count for chunk in part.chunks)
+                bytes_max -= sum(chunk.nbytes for chunk in part.chunks)
         if not parts:
             return {}
         marks: dict[int, Watermark] = {}
@@ -185,7 +187,9 @@ class KeyIndex:
         self._live_bytes.update(live_bytes)
         return marks
 
-    def _read_log(self, partition: int, mutations_max: int, through: SeqNo) -> _LogPart | None:
+    def _read_log(
+        self, partition: int, mutations_max: int, bytes_max: int, through: SeqNo
+    ) -> _LogPart | None:
         """The next part of a partition's log to index; None if the index has come so far."""
         high = self._log.high_seq(partition)
         mark = self.watermark(partition)
@@ -197,7 +201,7 @@ class KeyIndex:
         if mark.seq >= through:
             return None
         chunks = self._log.read_chunks(
-            partition, mark.seq, high, bytes_max=READ_BYTES_MAX, mutations_max=mutations_max
+            partition, mark.seq, high, bytes_max=bytes_max, mutations_max=mutations_max
         )
         chunks = [chunk for chunk in chunks if chunk.end <= through] or chunks[:1]
         return _LogPart(partition, mark, chunks)
