@@ -29,7 +29,7 @@ from upr_server.engine import (
 )
 from upr_server.engine.memory_account import MemoryAccount
 from upr_server.engine.publisher_answers import BATCHES_MAX, PublisherAnswers
-from upr_server.engine.repeated_batches import MOVED_MAX, RepeatedBatches
+from upr_server.engine.repeated_batches import RepeatedBatches
 from upr_server.engine.replica_progress import STEP_CALLS, ReplicaProgress
 
 NOW: Final = 1e9
@@ -305,17 +305,28 @@ def test_answers_are_the_same_in_pieces() -> None:
             assert replica.answers_between(0, end) == whole
 
 
-def test_moved_answers_are_bounded() -> None:
-    active = RepeatedBatches(MemoryAccount(), {}, SeqNo(0))
-    tokens = [WriterToken(number.to_bytes(16), 1) for number in range(1, MOVED_MAX + 3)]
+@pytest.mark.parametrize("task_count", [1, 300, 1024])
+def test_a_replica_hears_of_all_tasks_of_a_stage_that_runs_again(task_count: int) -> None:
+    """Each task is a writer whose answer moves. A replica that is behind has the effects, and may
+    take over before it hears of the later answers."""
+    active, replica = (RepeatedBatches(MemoryAccount(), {}, SeqNo(0)) for _ in range(2))
+    chunk = Chunk.build([Mutation(Operation.SET, b"k", b"")])
+    tokens = [WriterToken(number.to_bytes(16), 1) for number in range(1, task_count + 1)]
     for number, token in enumerate(tokens, 1):
         result = MutateResult(HistoryId(1), SeqNo(number), SeqNo(number), Cas(1))
         active.remember(token, result, SeqNo(number))
-    chunk = Chunk.build([Mutation(Operation.SET, b"k", b"")])
-    for token in tokens:
-        assert active.answer_unless_new(batch_of(chunk, token, attempt=2), SeqNo(500)) is not None
-    rows = active.answers_between(0, 499)
-    assert [seq for _, _, seq, _ in rows] == list(range(3, MOVED_MAX + 3))
+    reruns = [batch_of(chunk, token, attempt=2) for token in tokens]
+    for batch in reversed(reruns):
+        assert active.answer_unless_new(batch, SeqNo(5000)) is not None
+    piece = active.answers_between(0, 4999, 100)
+    while piece:
+        assert len(piece) <= 100
+        replica.add_received(piece)
+        piece = active.answers_between(piece[-1][2], 4999, 100, with_start=False)
+    assert not any(replica.is_new(batch) for batch in reruns)
+    rows = active.answers_between(0, 4999)
+    assert [seq for _, _, seq, _ in rows] == list(range(1, task_count + 1))
+    assert replica.answers_between(0, 4999) == rows
 
 
 class Replicated(RuleBasedStateMachine):

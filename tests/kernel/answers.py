@@ -127,3 +127,6 @@ class SeveralAnswers:
         assert len({len(answers) for answers in self._builds}) == 1
         self.each("between", 0, 1 << 40, 1 << 40)
         self.each("between", self.high - 1, self.high, 3)
+        for end in (self.high, self.high - 1, self.high // 2):
+            self.each("moved_between", 0, end)
+            self.each("moved_between", end // 2, end)

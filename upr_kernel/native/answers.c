@@ -64,6 +64,7 @@ typedef struct {
     uint64_t order_size;
     uint64_t order_count;
     uint64_t answer_count;
+    uint64_t applied_count; /* those of them that know where their batches had their effects */
     Answer *unsaved_first;
     Answer *unsaved_last;
     bool tracks_unsaved;
@@ -358,6 +359,7 @@ uncount(Answers *self, Writer *writer, const Answer *answer)
     if (writer->is_reduced)
         self->reduced_bytes -= answer->nbytes;
     self->answer_count--;
+    self->applied_count -= answer->has_applied_high;
 }
 
 /* Forgets an answer, which the caller then takes out of its writer's ring: the ring's place goes
@@ -465,6 +467,15 @@ forget_surplus_bytes(Answers *self, uint64_t high)
     }
     if (!has_memory)
         PyErr_Clear();
+}
+
+/* Notes at which high number the batch of a remembered answer had its effect. */
+static void
+set_applied_high(Answers *self, Answer *answer, uint64_t applied_high)
+{
+    self->applied_count += !answer->has_applied_high;
+    answer->applied_high = applied_high;
+    answer->has_applied_high = true;
 }
 
 /* A writer was heard from. */
@@ -626,8 +637,7 @@ replace_newest(Answers *self, PyObject *const *args, Py_ssize_t count)
     /* Its place in the ring is free. */
     writer->count--;
     touch(self, writer);
-    answer->applied_high = applied_high;
-    answer->has_applied_high = true;
+    set_applied_high(self, answer, applied_high);
     place(self, writer, answer, Py_NewRef(args[1]), attempt);
     return growth_since(self, nbytes_before);
 }
@@ -644,8 +654,7 @@ note_applied(Answers *self, PyObject *const *args, Py_ssize_t count)
     Answer *answer = writer == NULL ? NULL : find_answer(writer, counter);
     if (answer == NULL)
         return PyErr_Format(PyExc_KeyError, "no such answer");
-    answer->applied_high = applied_high;
-    answer->has_applied_high = true;
+    set_applied_high(self, answer, applied_high);
     Py_RETURN_NONE;
 }
 
@@ -716,6 +725,18 @@ newest(Answers *self, PyObject *object)
     return Py_BuildValue("KO", (unsigned long long)answer->counter, answer->bytes);
 }
 
+/* Appends the answer to a batch, with a number. False with an exception set. */
+static bool
+append_row(PyObject *list, const Answer *answer, uint64_t number)
+{
+    PyObject *row = Py_BuildValue("y#KKO", (const char *)answer->writer, (Py_ssize_t)WRITER_BYTES,
+                                  (unsigned long long)answer->counter, (unsigned long long)number,
+                                  answer->bytes);
+    bool is_done = row != NULL && PyList_Append(list, row) == 0;
+    Py_XDECREF(row);
+    return is_done;
+}
+
 static PyObject *
 between(Answers *self, PyObject *const *args, Py_ssize_t count)
 {
@@ -733,12 +754,33 @@ between(Answers *self, PyObject *const *args, Py_ssize_t count)
             break;
         found++;
         last_high = answer->high;
-        PyObject *row = Py_BuildValue("y#KKO", (const char *)answer->writer,
-                                      (Py_ssize_t)WRITER_BYTES, (unsigned long long)answer->counter,
-                                      (unsigned long long)answer->high, answer->bytes);
-        if (row == NULL || PyList_Append(list, row) < 0)
+        if (!append_row(list, answer, answer->high))
             Py_CLEAR(list);
-        Py_XDECREF(row);
+    }
+    return list;
+}
+
+/* The first of the order above `seq`. */
+static uint64_t
+bisect_above(const Answers *self, uint64_t seq)
+{
+    return seq == UINT64_MAX ? self->order_count : bisect_order(self, seq + 1);
+}
+
+static PyObject *
+moved_between(Answers *self, PyObject *const *args, Py_ssize_t count)
+{
+    uint64_t start, end;
+    if (!takes("moved_between", count, 2, 2) || !number_of(args[0], &start) ||
+        !number_of(args[1], &end))
+        return NULL;
+    PyObject *list = PyList_New(0);
+    uint64_t at = self->applied_count ? bisect_above(self, end) : self->order_count;
+    for (; list != NULL && at < self->order_count; at++) {
+        const Answer *answer = self->order[at];
+        if (!answer->is_forgotten && answer->has_applied_high && start < answer->applied_high &&
+            answer->applied_high <= end && !append_row(list, answer, answer->applied_high))
+            Py_CLEAR(list);
     }
     return list;
 }
@@ -813,13 +855,6 @@ is_outlived(const Answers *self, const Answer *answer, uint64_t seq)
     const Writer *writer = find_writer(self, answer->writer);
     const Answer *remembered = writer == NULL ? NULL : find_answer(writer, answer->counter);
     return remembered != NULL && outlives(remembered, seq);
-}
-
-/* The first of the order above `seq`. */
-static uint64_t
-bisect_above(const Answers *self, uint64_t seq)
-{
-    return seq == UINT64_MAX ? self->order_count : bisect_order(self, seq + 1);
 }
 
 static PyObject *
@@ -962,7 +997,7 @@ check_total(const Answers *self, uint64_t total_bytes, uint64_t answer_count)
 static PyObject *
 check_invariants(Answers *self, PyObject *Py_UNUSED(ignored))
 {
-    uint64_t nbytes = 0, count = 0, writers = 0, remembered = 0, last = 0;
+    uint64_t nbytes = 0, count = 0, writers = 0, remembered = 0, applied = 0, last = 0;
     for (const Writer *writer = self->oldest; writer != NULL; writer = writer->behind, writers++)
         if (find_writer(self, writer->id) != writer ||
             !check_writer(self, writer, &nbytes, &count))
@@ -973,7 +1008,10 @@ check_invariants(Answers *self, PyObject *Py_UNUSED(ignored))
         if (self->order[at]->high < last)
             return PyErr_Format(PyExc_AssertionError, "numbers do not rise");
         last = self->order[at]->high;
-        remembered += !self->order[at]->is_forgotten;
+        if (!self->order[at]->is_forgotten) {
+            remembered++;
+            applied += self->order[at]->has_applied_high;
+        }
     }
     last = 0;
     for (const Answer *answer = self->unsaved_first; answer != NULL;
@@ -984,7 +1022,7 @@ check_invariants(Answers *self, PyObject *Py_UNUSED(ignored))
         nbytes += self->unsaved_bytes + (answer->is_forgotten ? answer->nbytes : 0);
     }
     if (writers != self->writer_count || writers > self->writers_max ||
-        count != self->answer_count || remembered != count ||
+        count != self->answer_count || remembered != count || applied != self->applied_count ||
         self->order_count > 2 * count + self->order_slack || nbytes != self->nbytes)
         broken("answers or bytes are counted wrong");
     else
@@ -1058,6 +1096,7 @@ static PyMethodDef methods[] = {
     {"between", (PyCFunction)(void (*)(void))between, METH_FASTCALL, NULL},
     {"check_invariants", (PyCFunction)check_invariants, METH_NOARGS, NULL},
     {"is_new", (PyCFunction)(void (*)(void))is_new, METH_FASTCALL, NULL},
+    {"moved_between", (PyCFunction)(void (*)(void))moved_between, METH_FASTCALL, NULL},
     {"newest", (PyCFunction)newest, METH_O, NULL},
     {"note_applied", (PyCFunction)(void (*)(void))note_applied, METH_FASTCALL, NULL},
     {"remember", (PyCFunction)(void (*)(void))remember, METH_FASTCALL, NULL},

@@ -437,6 +437,25 @@ class Answers:
             rows.append((*change.token, change.high, change.answer))
         return rows
 
+    def moved_between(self, start: int, end: int, /) -> list[tuple[bytes, int, int, bytes]]:
+        """Later answers, given at high numbers above `end`, to batches that had their effect in
+        (`start`, `end`]: writer, counter, the number of the effect, and the answer. In the order in
+        which they were given. O(answers above `end`), O(1) if there are no later answers.
+
+        Args:
+            start: See above.
+            end: See above.
+        """
+        order = self._order
+        return [
+            (*change.token, change.applied_high, change.answer)
+            for change in islice(order, bisect_left(order, end + 1, key=_HIGH), None)
+            if not change.is_forgotten
+            and change.answer is not None
+            and change.applied_high is not None
+            and start < change.applied_high <= end
+        ]
+
     def rows_above(self, seq: int, place: int, count_max: int, /) -> tuple[bytes, int]:
         """What deletes from the disk the answers given at numbers above `seq`, except those to
         batches that had their effect at or below it: in pieces, between which nothing may change.

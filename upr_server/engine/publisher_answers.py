@@ -252,6 +252,13 @@ class PublisherAnswers:
         answers = self.kernel_answers.between(start, end, count_max)
         return cast("list[tuple[bytes, int, SeqNo, bytes]]", answers)
 
+    def moved_answers_between(self, start: int, end: int) -> list[tuple[bytes, int, SeqNo, bytes]]:
+        """Later answers, given at high numbers above `end`, to batches that had their effect in
+        (`start`, `end`]: writer, counter, the number of the effect, and the answer.
+        O(answers above `end`), O(1) if there are no later answers."""
+        answers = self.kernel_answers.moved_between(start, end)
+        return cast("list[tuple[bytes, int, SeqNo, bytes]]", answers)
+
     def rows_above(self, seq: int, count_max: int = ALL_ANSWERS) -> Iterator[bytes]:
         """What deletes from the disk the answers given at numbers above `seq`, except those to
         batches that had their effect at or below it: rows as `take_unsaved` gives them. Each step

@@ -24,10 +24,6 @@ from upr_server.engine.publisher_answers import (
     WriterToken,
 )
 
-MOVED_MAX: Final = 128
-"""Moved answers of which a partition knows where their batches had their effect. A writer moves one
-when its task runs again and its first batch was done before."""
-
 _NUMBER: Final = itemgetter(2)
 
 
@@ -45,7 +41,7 @@ class RepeatedBatches:
         answers: The answers that are remembered.
     """
 
-    __slots__ = ("_moved_tokens", "answers")
+    __slots__ = ("answers",)
 
     def __init__(
         self,
@@ -55,9 +51,6 @@ class RepeatedBatches:
         answers_bytes_max: int = UNBOUNDED,
     ) -> None:
         self.answers = PublisherAnswers(memory, answers_bytes_max)
-        # Batches whose answers were given again later, at higher numbers than their effects: the
-        # number of the effect, by token.
-        self._moved_tokens: dict[WriterToken, int] = {}
         for token, result in answers.items():
             # The disk keeps no high number with an answer. The result's last number is at most
             # that, so that a truncation that undoes the batch forgets the answer too.
@@ -140,13 +133,6 @@ class RepeatedBatches:
         token, answer = newest
         result = msgspec.structs.replace(unpack_result(answer), attempt=attempt)
         self.answers.replace_newest(token, pack_result(result), high, attempt)
-        self._note_moved(token, result)
-
-    def _note_moved(self, token: WriterToken, result: MutateResult) -> None:
-        if result.last_seq:
-            self._moved_tokens[token] = result.last_seq
-            if len(self._moved_tokens) > MOVED_MAX:
-                del self._moved_tokens[next(iter(self._moved_tokens))]
 
     def note_refused(self, token: WriterToken | None) -> None:
         """A batch was refused for a passing reason. What its publisher has sent behind it will be
@@ -188,33 +174,18 @@ class RepeatedBatches:
             attempt: the replica hears of that with the later answer.
         """
         rows = self.answers.answers_between(start if with_start else start + 1, end, count_max)
-        if not self._moved_tokens:
-            return rows
         if len(rows) >= count_max:
             end = rows[-1][2]
-        moved_tokens = [token for token, seq in self._moved_tokens.items() if start < seq <= end]
-        if moved_tokens:
-            known_tokens = {(writer, counter) for writer, counter, _, _ in rows}
-            rows += [
-                row
-                for token in moved_tokens
-                if (token.writer, token.counter) not in known_tokens
-                and (row := self._first_answer(token)) is not None
-            ]
-            rows.sort(key=_NUMBER)
+        moved_rows = self.answers.moved_answers_between(start, end)
+        if not moved_rows:
+            return rows
+        numbers = sorted(row[2] for row in (*rows, *moved_rows))
+        if len(numbers) > count_max:
+            end = numbers[count_max - 1]
+        rows = [row for row in rows if row[2] <= end]
+        rows += [_first_answer(row) for row in moved_rows if row[2] <= end]
+        rows.sort(key=_NUMBER)
         return rows
-
-    def _first_answer(self, token: WriterToken) -> tuple[bytes, int, SeqNo, bytes] | None:
-        """The answer to a batch as it was at the number of its effect, but for the attempt; None if
-        it is forgotten."""
-        answer, _ = self.answers.answer_to(token)
-        if answer is None:
-            return None
-        result = msgspec.structs.replace(unpack_result(answer), attempt=0)
-        if result.last_seq != self._moved_tokens[token]:
-            # It was undone, and done again.
-            return None
-        return token.writer, token.counter, result.last_seq, pack_result(result)
 
     def add_received(self, rows: Iterable[tuple[bytes, int, SeqNo, bytes]]) -> None:
         """Keeps what another node gave as `answers_between`, for changes that come next or just
@@ -228,8 +199,13 @@ class RepeatedBatches:
                 # It may be a later answer to a batch whose first answer never came here.
                 if 0 < result.last_seq < seq:
                     self.answers.note_applied(token, result.last_seq)
-                    self._note_moved(token, result)
             elif newest[0] == token and newest[1] != answer:
                 result = unpack_result(answer)
                 self.answers.replace_newest(token, answer, seq, result.attempt)
-                self._note_moved(token, result)
+
+
+def _first_answer(row: tuple[bytes, int, SeqNo, bytes]) -> tuple[bytes, int, SeqNo, bytes]:
+    """The answer to a batch as it was at the number of its effect, but for the attempt."""
+    writer, counter, seq, answer = row
+    result = msgspec.structs.replace(unpack_result(answer), attempt=0)
+    return writer, counter, seq, pack_result(result)
