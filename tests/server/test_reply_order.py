@@ -12,19 +12,23 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from upr_protocol.ids import PartitionId
-from upr_server.net.replies import STEP_REPLIES, OrderedReply, ReplyOrder, ReplySteps
+from upr_server.net.replies import STEP_REPLIES, STEP_ROWS, OrderedReply, ReplyOrder, ReplySteps
 
 
 class Reply(OrderedReply):
     """Notes that it was sent."""
 
-    def __init__(self, opaque: int, partitions: list[int], sent_opaques: list[int]) -> None:
+    def __init__(
+        self, opaque: int, partitions: list[int], sent_opaques: list[int], row_count: int = 0
+    ) -> None:
         super().__init__(list(map(PartitionId, partitions)))
         self._number = opaque
+        self._row_count = row_count
         self._sent = sent_opaques
 
-    def send(self) -> None:
+    def send(self) -> int:
         self._sent.append(self._number)
+        return self._row_count
 
 
 _PARTITIONS = st.frozensets(st.integers(0, 4), min_size=1).map(sorted)
@@ -116,3 +120,25 @@ async def test_nothing_is_sent_once_the_connection_is_over(nursery: trio.Nursery
     await trio.testing.wait_all_tasks_blocked()
     assert len(sent_opaques) == STEP_REPLIES
     assert not order.newest
+
+
+async def test_large_replies_of_many_connections_are_sent_some_in_each_turn(
+    nursery: trio.Nursery,
+) -> None:
+    steps = ReplySteps()
+    nursery.start_soon(steps.run)
+    await trio.testing.wait_all_tasks_blocked()
+    sent_opaques = list[int]()
+    orders = [ReplyOrder(steps) for _ in range(9)]
+    for opaque, order in enumerate(orders):
+        order.complete(Reply(opaque, [0], sent_opaques, STEP_ROWS // 2))
+    assert sent_opaques == [0, 1]
+    # A small one of another connection waits for a turn, too: rows are left then.
+    ReplyOrder(steps).complete(Reply(9, [0], sent_opaques))
+    sent_counts = [len(sent_opaques)]
+    while sent_counts[-1] < 10:
+        await trio.lowlevel.checkpoint()
+        sent_counts.append(len(sent_opaques))
+    # Between two looks there may have been two turns.
+    assert max(later - earlier for earlier, later in pairwise(sent_counts)) <= 4
+    assert sent_opaques == list(range(10))

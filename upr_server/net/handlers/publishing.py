@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Generator, Iterator, Sequence
 from functools import partial
+from operator import itemgetter
 from typing import Final, Protocol, cast
 
 import msgspec
@@ -81,6 +82,8 @@ _SENTENCES: Final = {
 }
 """Why a partition refuses a run for good."""
 
+_FIRST_ROW: Final = itemgetter(0)
+
 _SEND_EARLIER: Final = "send the earlier run of this writer again first"
 
 
@@ -152,9 +155,7 @@ class _BundleRequest(OrderedReply):
     __slots__ = (
         "_batches",
         "_context",
-        "_counters",
         "_error",
-        "_failures",
         "_flusher",
         "_generation",
         "_is_wrong_node",
@@ -163,6 +164,7 @@ class _BundleRequest(OrderedReply):
         "_results",
         "_rights_error",
         "_row_cost",
+        "_row_results",
         "_unapplied_indexes",
         "_undurable_results",
         "_unfinished_count",
@@ -187,8 +189,9 @@ class _BundleRequest(OrderedReply):
         chunk = request.bundle.chunk
         self._row_cost = 1 + chunk.nbytes / chunk.count / BYTES_PER_COST
         self._unfinished_count = len(self.partitions)
-        self._failures: list[tuple[int, int]] = []
-        self._counters: list[tuple[int, int]] = []
+        self._row_results: list[tuple[int, MutateResult]] = []
+        """What became of the runs of which rows failed or have counters, each with its first
+        row."""
         self._is_wrong_node = False
         self._error: ServerError | None = None
         """Why a run was refused: the one run, if the bundle has no other."""
@@ -338,14 +341,8 @@ class _BundleRequest(OrderedReply):
         elif not is_replicated:
             self._undurable_results[index] = result._replace(status=Status.NOT_DURABLE_YET)
         self._unfinished_count -= 1
-        if self._unfinished_count:
-            return
-        if self._undurable_results:
-            self._results = [*decode_results(self._lines)]
-            self._lines = b""
-            for undurable_index, undurable_result in self._undurable_results.items():
-                self._results[undurable_index] = undurable_result
-        self._context.reply_order.complete(self)
+        if not self._unfinished_count:
+            self._context.reply_order.complete(self)
 
     def _start(self, index: int) -> int:
         """Starts a run; returns what that has cost, in plain rows."""
@@ -476,13 +473,8 @@ class _BundleRequest(OrderedReply):
         if not is_on_disk or self._context.bucket is None:
             self.refuse(index, self._not_on_disk_error())
             return
-        low = self._request.bundle.bounds[index]
-        if result.failures:
-            self._failures += [(low + row, reason) for row, reason in result.failures]
-        if result.counters:
-            self._counters += (
-                [(low + row, value) for row, value in result.counters] if low else result.counters
-            )
+        if result.failures or result.counters:
+            self._row_results.append((self._request.bundle.bounds[index], result))
         has_succeeded = result.last_seq >= result.first_seq
         self._set_result(
             index,
@@ -531,25 +523,42 @@ class _BundleRequest(OrderedReply):
         if not self._unfinished_count:
             self._context.reply_order.complete(self)
 
-    def send(self) -> None:
-        """Answers the bundle."""
-        context = self._context
-        if self._lines:
+    def send(self) -> int:
+        """Answers the bundle. Returns how many runs, failures and counters that took time for."""
+        context, row_count = self._context, 0
+        if self._lines and not self._undurable_results:
             context.answer_bundle(self._request, self._lines)
         elif self._error is not None and len(self._results) == 1:
             context.refuse_for(self._request, self._error)  # in words
         else:
-            context.send(
-                MutateReply(
-                    context.map_revision if self._is_wrong_node else 0,
-                    tuple(cast("list[RunResult]", self._results)),
-                    # Runs may finish in another order than theirs.
-                    tuple(sorted(self._failures)),
-                    tuple(sorted(self._counters)),
-                    opaque=self._request.opaque,
-                )
-            )
+            row_count = self._send_results()
         context.wake()
+        return row_count
+
+    def _send_results(self) -> int:
+        results = self._results
+        if self._lines:
+            results = [*decode_results(self._lines)]
+            for index, undurable_result in self._undurable_results.items():
+                results[index] = undurable_result
+        failures, counters = list[tuple[int, int]](), list[tuple[int, int]]()
+        # Runs may finish in another order than theirs.
+        for low, result in sorted(self._row_results, key=_FIRST_ROW):
+            failures += [(low + row, reason) for row, reason in result.failures]
+            counters += (
+                [(low + row, value) for row, value in result.counters] if low else result.counters
+            )
+        context = self._context
+        context.send(
+            MutateReply(
+                context.map_revision if self._is_wrong_node else 0,
+                tuple(cast("list[RunResult]", results)),
+                tuple(failures),
+                tuple(counters),
+                opaque=self._request.opaque,
+            )
+        )
+        return len(results) + len(failures) + len(counters)
 
     def run_bytes(self, index: int) -> int:
         """About what a run takes of the bundle."""
