@@ -28,7 +28,8 @@ from upr_server.engine import (
     batch_of,
 )
 from upr_server.engine.memory_account import MemoryAccount
-from upr_server.engine.publisher_answers import BATCHES_MAX, PublisherAnswers
+from upr_server.engine.mutate_result import unpack_result
+from upr_server.engine.publisher_answers import BATCHES_MAX, UNBOUNDED, PublisherAnswers
 from upr_server.engine.repeated_batches import RepeatedBatches
 from upr_server.engine.replica_progress import STEP_CALLS, ReplicaProgress
 
@@ -303,6 +304,105 @@ def test_answers_are_the_same_in_pieces() -> None:
                 replica.add_received(piece)
                 piece = active.answers_between(piece[-1][2], end, count_max, with_start=False)
             assert replica.answers_between(0, end) == whole
+
+
+def test_a_replica_does_not_apply_a_batch_whose_answer_was_forgotten_before_it_was_sent() -> None:
+    """A slow replica gets a snapshot when a writer has already sent 64 batches behind it."""
+    writer, chunk = bytes(16), Chunk.build([Mutation(Operation.SET, b"k", b"")])
+    active, replica, late = (RepeatedBatches(MemoryAccount(), {}, SeqNo(0)) for _ in range(3))
+    for number in range(1, BATCHES_MAX + 4):
+        result = MutateResult(HistoryId(1), SeqNo(number), SeqNo(number), Cas(1), attempt=1)
+        active.remember(WriterToken(writer, number), result, SeqNo(number))
+    again = [
+        batch_of(chunk, WriterToken(writer, number), attempt=2) for number in range(BATCHES_MAX + 4)
+    ]
+    end = SeqNo(2)
+    assert active.answers_between(0, end) == []
+    replica.add_received(active.forgotten_between(SeqNo(0), end))
+    # It takes over, and may have replicas of its own.
+    late.add_received(replica.answers_between(0, end))
+    for batches in (replica, late):
+        batches.answers.check_invariants()
+        for batch in again[1:4]:
+            assert batches.answer_unless_new(batch, end) is Status.TOKEN_TOO_OLD
+        # The effects of these are lost, so they are new.
+        assert all(map(batches.is_new, again[4:]))
+        # Of an older attempt than the source has seen.
+        old = batch_of(chunk, again[-1].token, attempt=0)
+        assert batches.answer_unless_new(old, end) is Status.SUPERSEDED
+    # Nothing is to be said where the replica has heard of what was forgotten, or will now.
+    assert active.forgotten_between(SeqNo(3), SeqNo(3)) == []
+    assert active.forgotten_between(SeqNo(0), SeqNo(4)) == []
+
+
+def test_what_was_forgotten_before_a_restart_is_too_old_on_replicas() -> None:
+    token = WriterToken(bytes(16), 7)
+    result = MutateResult(HistoryId(1), SeqNo(7), SeqNo(7), Cas(1))
+    active = RepeatedBatches(MemoryAccount(), {token: result}, SeqNo(9))
+    replica = RepeatedBatches(MemoryAccount(), {}, SeqNo(0))
+    replica.add_received(active.forgotten_between(SeqNo(0), SeqNo(6)))
+    chunk = Chunk.build([Mutation(Operation.SET, b"k", b"")])
+    older, newer = (batch_of(chunk, WriterToken(token.writer, number)) for number in (6, 7))
+    assert replica.answer_unless_new(older, SeqNo(6)) is Status.TOKEN_TOO_OLD
+    assert replica.is_new(newer)
+    # The replica has its disk's answers after a restart of its own.
+    rows = replica.answers_between(0, 6)
+    disk = {WriterToken(row[0], row[1]): unpack_result(row[3]) for row in rows}
+    restarted = RepeatedBatches(MemoryAccount(), disk, SeqNo(6))
+    assert restarted.answer_unless_new(older, SeqNo(6)) is Status.TOKEN_TOO_OLD
+    assert restarted.is_new(newer)
+
+
+@given(
+    st.lists(
+        st.tuples(st.integers(0, 3), st.integers(1, 3), st.sampled_from([0, 60, 1000])) | st.none(),
+        max_size=60,
+    ),
+    st.sampled_from([UNBOUNDED, 6_000]),
+)
+def test_a_replica_that_takes_over_applies_no_batch_twice(
+    steps: list[tuple[int, int, int] | None], bytes_max: int
+) -> None:
+    """Writers send batches with small and large answers, of which many are forgotten; a replica
+    gets snapshots late. At each of its ends it could take over."""
+    source = RepeatedBatches(MemoryAccount(), {}, SeqNo(0), bytes_max)
+    replica = RepeatedBatches(MemoryAccount(), {}, SeqNo(0), bytes_max)
+    chunk = Chunk.build([Mutation(Operation.SET, b"k", b"")])
+    tokens: list[WriterToken] = []
+    forgotten_tokens: set[WriterToken] = set()
+    heard = SeqNo(0)
+    for step in steps:
+        if step is not None:
+            writer_number, repeats, counter_count = step
+            writer = bytes([writer_number]) * 16
+            for _ in range(repeats * (1 if counter_count else 30)):
+                seq = SeqNo(len(tokens) + 1)
+                token = WriterToken(writer, seq)
+                counters = [(index, 1 << 60) for index in range(counter_count)]
+                result = MutateResult(HistoryId(1), seq, seq, Cas(1), counters=counters)
+                source.remember(token, result, seq)
+                tokens.append(token)
+            continue
+        # The replica is half of what there is behind.
+        end = SeqNo(heard + (len(tokens) - heard + 1) // 2)
+        rows = source.forgotten_between(heard, end) + source.answers_between(heard, end)
+        replica.add_received(rows)
+        replica.answers.check_invariants()
+        heard = end
+        for token in tokens:
+            batch = batch_of(chunk, token)
+            if source.answers.newest_answer(token.writer) is None:
+                # With the writer: if it comes back, the replica has not heard of the batch.
+                forgotten_tokens.add(token)
+            elif token in forgotten_tokens:
+                pass
+            elif token.counter > end:
+                if source.answers.answer_to(token)[0] is not None:
+                    assert replica.is_new(batch), "its effect is lost"
+            elif replica.answers.newest_answer(token.writer) is not None:
+                assert not replica.is_new(batch)
+            else:
+                assert bytes_max != UNBOUNDED, "only a small memory forgets a writer for others"
 
 
 @pytest.mark.parametrize("task_count", [1, 300, 1024])

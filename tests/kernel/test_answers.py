@@ -55,6 +55,10 @@ class AnswersMachine(RuleBasedStateMachine):
         self.answers.each("take_unsaved", max(0, self.answers.high - back), count_max)
 
     @rule()
+    def assume_forgotten(self) -> None:
+        self.answers.each("assume_forgotten")
+
+    @rule()
     def track_unsaved(self) -> None:
         self.answers.each("track_unsaved")
 

@@ -85,8 +85,9 @@ from upr_protocol.wire import (
 from upr_server.app import Server
 from upr_server.config import ServerConfig
 from upr_server.engine import WriterToken
+from upr_server.engine.mutate_result import unpack_result
 from upr_server.engine.publisher_answers import BATCHES_MAX
-from upr_server.engine.repeated_batches import RepeatedBatches
+from upr_server.engine.repeated_batches import NO_HISTORY, RepeatedBatches
 from upr_server.net import connection as net_connection
 from upr_server.net import server as net_server
 from upr_server.net import streamer
@@ -647,6 +648,32 @@ async def test_answers_to_publishers_are_taken_in_steps(monkeypatch: pytest.Monk
                 received += [seq for _, _, seq, _ in message.rows]
         assert received == list(range(1, count + 1))
         assert max(taken_counts) == 4
+
+
+async def test_a_replica_hears_of_answers_that_were_forgotten_before_they_were_sent() -> None:
+    """A snapshot waits, and meanwhile its writer sends many batches behind it."""
+    server, writer = make_server(node="a"), bytes(16)
+    async with connected(server, identity="replica:r") as peer:
+        await name_replica(server)
+        await peer.open()
+        await peer.mutate(sets(b"k"))
+        partition = server.catalog.bucket("b").partitions[P0]
+        answers = partition.repeated_batches.answers
+        answers.remember(WriterToken(writer, 5), b"answer", SeqNo(1))
+        # Closed here, as by another consumer: what comes next is another snapshot.
+        cursor = partition.manager.register("other", SeqNo(0)).cursor
+        while cursor.next() is not None:
+            pass
+        await peer.mutate(sets(b"l"))
+        for counter in range(6, 6 + BATCHES_MAX):
+            answers.remember(WriterToken(writer, counter), b"answer", SeqNo(2))
+        assert answers.answer_to(WriterToken(writer, 5)) == (None, True)
+        assert (await peer.ask(with_answers=True)).status == Status.OK
+        await peer.say(Go())
+        message = await peer.hear(PartitionAnswers)
+        assert [row[:3] for row in message.rows] == [(writer, 5, 0)]
+        assert unpack_result(message.rows[0][3]).history_id == NO_HISTORY
+        assert (await peer.hear(PartitionEnd)).end == 1
 
 
 async def test_a_stream_with_an_end_ends_at_that_snapshot() -> None:

@@ -39,6 +39,7 @@ typedef struct Writer {
     uint32_t count;
     uint64_t attempt;
     uint64_t nbytes;
+    uint64_t forgotten_high; /* the highest number of an answer that was pushed out */
     bool is_reduced; /* to its newest answer: nothing was heard from it for long */
 } Writer;
 
@@ -65,6 +66,8 @@ typedef struct {
     uint64_t order_count;
     uint64_t answer_count;
     uint64_t applied_count; /* those of them that know where their batches had their effects */
+    uint64_t forgotten_high; /* the highest of all writers', or more */
+    uint64_t forgotten_writers_high; /* of writers that were forgotten; who is new may be one */
     Answer *unsaved_first;
     Answer *unsaved_last;
     bool tracks_unsaved;
@@ -256,6 +259,7 @@ add_writer(Answers *self, const uint8_t *id)
         return NULL;
     }
     memcpy(writer->id, id, WRITER_BYTES);
+    writer->forgotten_high = self->forgotten_writers_high;
     Writer **home = self->homes + home_of(self, id);
     writer->next = *home;
     *home = writer;
@@ -399,11 +403,24 @@ forget(Answers *self, Writer *writer, Answer *answer, uint64_t high)
     return true;
 }
 
+static void
+note_forgotten(Answers *self, Writer *writer, uint64_t high)
+{
+    if (high > writer->forgotten_high)
+        writer->forgotten_high = high;
+    if (high > self->forgotten_high)
+        self->forgotten_high = high;
+}
+
+/* Later answers push the oldest one out. */
 static bool
 forget_oldest(Answers *self, Writer *writer, uint64_t high)
 {
-    if (!forget(self, writer, *ring_at(writer, 0), high))
+    Answer *oldest = *ring_at(writer, 0);
+    uint64_t oldest_high = oldest->high;
+    if (!forget(self, writer, oldest, high))
         return false;
+    note_forgotten(self, writer, oldest_high);
     writer->first++;
     writer->count--;
     return true;
@@ -415,6 +432,8 @@ forget_writer(Answers *self, Writer *writer, uint64_t high)
     while (writer->count)
         if (!forget_oldest(self, writer, high))
             return false;
+    if (writer->forgotten_high > self->forgotten_writers_high)
+        self->forgotten_writers_high = writer->forgotten_high;
     remove_writer(self, writer);
     return true;
 }
@@ -785,6 +804,40 @@ moved_between(Answers *self, PyObject *const *args, Py_ssize_t count)
     return list;
 }
 
+static PyObject *
+assume_forgotten(Answers *self, PyObject *Py_UNUSED(ignored))
+{
+    for (Writer *writer = self->oldest; writer != NULL; writer = writer->behind)
+        note_forgotten(self, writer, (*ring_at(writer, 0))->high);
+    if (self->order_count)
+        self->forgotten_writers_high = self->forgotten_high =
+            self->order[self->order_count - 1]->high;
+    Py_RETURN_NONE;
+}
+
+static PyObject *
+forgotten_between(Answers *self, PyObject *const *args, Py_ssize_t count)
+{
+    uint64_t start, end;
+    if (!takes("forgotten_between", count, 2, 2) || !number_of(args[0], &start) ||
+        !number_of(args[1], &end))
+        return NULL;
+    PyObject *list = PyList_New(0);
+    const Writer *writer = self->forgotten_high > start ? self->oldest : NULL;
+    for (; list != NULL && writer != NULL; writer = writer->behind) {
+        const Answer *oldest = *ring_at(writer, 0);
+        if (writer->forgotten_high <= start || oldest->high <= end || !oldest->counter)
+            continue;
+        PyObject *row = Py_BuildValue("y#KK", (const char *)writer->id, (Py_ssize_t)WRITER_BYTES,
+                                      (unsigned long long)(oldest->counter - 1),
+                                      (unsigned long long)writer->attempt);
+        if (row == NULL || PyList_Append(list, row) < 0)
+            Py_CLEAR(list);
+        Py_XDECREF(row);
+    }
+    return list;
+}
+
 /* For the disk. */
 
 static PyObject *
@@ -922,6 +975,10 @@ truncate_to(Answers *self, PyObject *const *args, Py_ssize_t count)
         !number_of(args[1], &count_max))
         return NULL;
     truncate_unsaved(self, seq);
+    if (self->forgotten_high > seq)
+        self->forgotten_high = seq;
+    if (self->forgotten_writers_high > seq)
+        self->forgotten_writers_high = seq;
     uint64_t kept = bisect_above(self, seq), at = kept;
     for (; at < self->order_count && count_max; at++, count_max--) {
         Answer *answer = self->order[at];
@@ -1092,9 +1149,11 @@ dealloc(Answers *self)
 
 static PyMethodDef methods[] = {
     {"answer_to", (PyCFunction)(void (*)(void))answer_to, METH_FASTCALL, NULL},
+    {"assume_forgotten", (PyCFunction)assume_forgotten, METH_NOARGS, NULL},
     {"attempt", (PyCFunction)attempt_of, METH_O, NULL},
     {"between", (PyCFunction)(void (*)(void))between, METH_FASTCALL, NULL},
     {"check_invariants", (PyCFunction)check_invariants, METH_NOARGS, NULL},
+    {"forgotten_between", (PyCFunction)(void (*)(void))forgotten_between, METH_FASTCALL, NULL},
     {"is_new", (PyCFunction)(void (*)(void))is_new, METH_FASTCALL, NULL},
     {"moved_between", (PyCFunction)(void (*)(void))moved_between, METH_FASTCALL, NULL},
     {"newest", (PyCFunction)newest, METH_O, NULL},

@@ -56,13 +56,14 @@ class _Change:
 
 
 class _WriterAnswers:
-    """One writer's answers by counter, the newest last; its newest counter, and the highest attempt
-    seen."""
+    """One writer's answers by counter, the newest last; its newest counter, the highest attempt
+    seen, and the highest number at which one was given that was pushed out."""
 
-    __slots__ = ("attempt", "by_counter", "nbytes", "newest_counter")
+    __slots__ = ("attempt", "by_counter", "forgotten_high", "nbytes", "newest_counter")
 
     def __init__(self) -> None:
         self.attempt = 0
+        self.forgotten_high = 0
         self.newest_counter = 0
         self.by_counter: dict[int, _Change] = {}
         self.nbytes = 0
@@ -90,6 +91,8 @@ class Answers:
 
     __slots__ = (
         "_answer_count",
+        "_forgotten_high",
+        "_forgotten_writers_high",
         "_limits",
         "_order",
         "_recent_writers",
@@ -130,6 +133,9 @@ class Answers:
         self._order: list[_Change] = []
         self.has_refused = False
         self._answer_count = 0
+        # The highest of all writers', or more; and that of writers that were forgotten: who is new
+        # may be one of them.
+        self._forgotten_high = self._forgotten_writers_high = 0
         # By when each was last heard from.
         self._writers: OrderedDict[bytes, _WriterAnswers] = OrderedDict()
         # Those that are not reduced to their newest answers: all reduced ones come before them.
@@ -258,7 +264,7 @@ class Answers:
         while len(by_counter) > limits.batches_max or (
             answers.nbytes > limits.bytes_max and len(by_counter) > 1
         ):
-            self._forget(next(iter(by_counter.values())), answers, high)
+            self._forget_oldest(answers, high)
         self._forget_surplus_bytes(high)
         self._tidy_order()
         return self.nbytes - nbytes_before
@@ -287,6 +293,7 @@ class Answers:
 
     def _add_writer(self, writer: bytes, high: int) -> _WriterAnswers:
         self._writers[writer] = self._recent_writers[writer] = answers = _WriterAnswers()
+        answers.forgotten_high = self._forgotten_writers_high
         self.nbytes += self._limits.writer_bytes
         self._total_bytes += self._limits.writer_bytes
         if len(self._writers) > self._limits.writers_max:
@@ -303,8 +310,10 @@ class Answers:
 
     def _forget_oldest_writer(self, high: int) -> None:
         writer, answers = next(iter(self._writers.items()))
-        for change in list(answers.by_counter.values()):
-            self._forget(change, answers, high)
+        while answers.by_counter:
+            self._forget_oldest(answers, high)
+        lost_high = max(self._forgotten_writers_high, answers.forgotten_high)
+        self._forgotten_writers_high = lost_high
         self._remove_writer(writer)
 
     def _remove_writer(self, writer: bytes) -> None:
@@ -341,7 +350,7 @@ class Answers:
             if is_last or self._reduced_bytes > limits.total_bytes_max // 2:
                 self._forget_oldest_writer(high)
             elif answer_count > 1:
-                self._forget(next(iter(answers.by_counter.values())), answers, high)
+                self._forget_oldest(answers, high)
             else:
                 del recent_writers[writer]
                 self._reduced_bytes += limits.writer_bytes + answers.nbytes
@@ -380,6 +389,16 @@ class Answers:
         if answers is None:
             raise KeyError(writer)
         answers.by_counter[counter].applied_high = applied_high
+
+    def _forget_oldest(self, answers: _WriterAnswers, high: int) -> None:
+        """Later answers push the oldest one out."""
+        oldest = next(iter(answers.by_counter.values()))
+        self._note_forgotten(answers, oldest.high)
+        self._forget(oldest, answers, high)
+
+    def _note_forgotten(self, answers: _WriterAnswers, high: int) -> None:
+        answers.forgotten_high = max(answers.forgotten_high, high)
+        self._forgotten_high = max(self._forgotten_high, high)
 
     def _forget(self, change: _Change, answers: _WriterAnswers, high: int) -> None:
         nbytes, unsaved_bytes = change.nbytes, self._limits.unsaved_bytes
@@ -456,6 +475,28 @@ class Answers:
             and start < change.applied_high <= end
         ]
 
+    def assume_forgotten(self) -> None:
+        """All answers came from a disk, which does not tell what was pushed out: of each writer
+        there may have been older ones, and there may have been other writers. O(writers)."""
+        for answers in self._writers.values():
+            self._note_forgotten(answers, next(iter(answers.by_counter.values())).high)
+        if self._order:
+            self._forgotten_writers_high = self._forgotten_high = self._order[-1].high
+
+    def forgotten_between(self, start: int, end: int, /) -> list[tuple[bytes, int, int]]:
+        """The writers of which answers given above `start` were pushed out, perhaps at or below
+        `end`, and of which none is remembered that was given at or below `end`: writer, the counter
+        below its oldest remembered one, and its highest attempt. O(writers), and O(1) where nothing
+        was pushed out."""
+        if self._forgotten_high <= start:
+            return []
+        rows: list[tuple[bytes, int, int]] = []
+        for writer, answers in self._writers.items():
+            counter, oldest = next(iter(answers.by_counter.items()))
+            if answers.forgotten_high > start and oldest.high > end and counter:
+                rows.append((writer, counter - 1, answers.attempt))
+        return rows
+
     def rows_above(self, seq: int, place: int, count_max: int, /) -> tuple[bytes, int]:
         """What deletes from the disk the answers given at numbers above `seq`, except those to
         batches that had their effect at or below it: in pieces, between which nothing may change.
@@ -494,6 +535,8 @@ class Answers:
             Whether there are more above `seq`. Until they are gone, too, nothing else may change.
         """
         self._truncate_unsaved(seq)
+        self._forgotten_high = min(self._forgotten_high, seq)
+        self._forgotten_writers_high = min(self._forgotten_writers_high, seq)
         order = self._order
         begin = bisect_left(order, seq + 1, key=_HIGH)
         end = min(begin + count_max, len(order))

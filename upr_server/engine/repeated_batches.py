@@ -13,7 +13,7 @@ from typing import Final
 import msgspec
 
 from upr_protocol.errors import Status
-from upr_protocol.ids import SeqNo
+from upr_protocol.ids import Cas, HistoryId, SeqNo
 from upr_server.engine.batch import MutationBatch
 from upr_server.engine.memory_account import MemoryAccount
 from upr_server.engine.mutate_result import MutateResult, pack_result, unpack_result
@@ -23,6 +23,9 @@ from upr_server.engine.publisher_answers import (
     PublisherAnswers,
     WriterToken,
 )
+
+NO_HISTORY: Final = HistoryId(0)
+"""The history of an answer that stands for forgotten ones: the batch is too old."""
 
 _NUMBER: Final = itemgetter(2)
 
@@ -59,6 +62,7 @@ class RepeatedBatches:
             newest = self.answers.newest_answer(token.writer)
             if newest is None or newest[0].counter < token.counter:
                 self.answers.remember(token, pack_result(result), given_at, result.attempt)
+        self.answers.assume_forgotten()
 
     # What becomes of a batch.
 
@@ -109,6 +113,8 @@ class RepeatedBatches:
         packed_result, may_be_forgotten = self.answers.answer_to(token)
         if packed_result is not None:
             result = unpack_result(packed_result, is_repeated=True)
+            if result.history_id == NO_HISTORY:
+                return Status.TOKEN_TOO_OLD
             is_different = batch.chain and result.chain and batch.chain != result.chain
             return Status.REPLAY_DIFFERS if is_different else result
         if may_be_forgotten:
@@ -187,9 +193,34 @@ class RepeatedBatches:
         rows.sort(key=_NUMBER)
         return rows
 
+    def forgotten_between(self, start: SeqNo, end: SeqNo) -> list[tuple[bytes, int, SeqNo, bytes]]:
+        """Rows that stand for forgotten answers, to be sent before `answers_between(start, end)`.
+        Without them, a replica that takes over at `end` would apply batches again whose effects it
+        has: their answers were forgotten before they could be sent. O(writers), and O(1) mostly.
+
+        Args:
+            start: Up to where the replica has heard of the answers.
+            end: The end of the next snapshot that it gets.
+
+        Returns:
+            Writer, counter, `start`, and an answer in no history, as batches up to there are too
+            old.
+        """
+        return [
+            (
+                token.writer,
+                token.counter,
+                start,
+                pack_result(
+                    MutateResult(NO_HISTORY, SeqNo(start + 1), start, Cas(0), attempt=attempt)
+                ),
+            )
+            for token, attempt in self.answers.forgotten_between(start, end)
+        ]
+
     def add_received(self, rows: Iterable[tuple[bytes, int, SeqNo, bytes]]) -> None:
-        """Keeps what another node gave as `answers_between`, for changes that come next or just
-        came."""
+        """Keeps what another node gave as `forgotten_between` and `answers_between`, for changes
+        that come next or just came."""
         for writer, counter, seq, answer in rows:
             token = WriterToken(writer, counter)
             newest = self.answers.newest_answer(writer)

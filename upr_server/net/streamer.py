@@ -486,7 +486,8 @@ class Streamer:
         answered before it, so that it has the answers as soon as the snapshot counts."""
         if stream.answers_from is not None:
             batches = stream.partition.repeated_batches
-            answers = batches.answers_between(stream.answers_from, end, STEP_ANSWERS)
+            answers = batches.forgotten_between(stream.answers_from, end)
+            answers += batches.answers_between(stream.answers_from, end, STEP_ANSWERS)
             stream.answers_from = end
             if answers:
                 stream.unsent_end = _UnsentEnd(answers, end, snapshot)
