@@ -5,13 +5,15 @@ from __future__ import annotations
 
 import gc
 from array import array
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from typing import Any, Final
 
 import pytest
 
 from tests.kernel.builds import BUILDS, Outcome, outcome
 from tests.kernel.exporters import exporter_of
+from tests.kernel.targets import RUN
 from tests.kernel.test_split_rows import columns, offsets
 from upr_kernel import ChunkDefectError, Defect
 from upr_kernel.pure.columns import Columns
@@ -70,29 +72,69 @@ def test_columns_may_change_until_all_are_read(build: Any) -> None:
     assert split() == ("damaged", Defect.OFFSETS)
 
 
-@of_each_build
-def test_a_chunk_may_change_in_a_collection(build: Any) -> None:
-    """Python 3.11 may collect whenever an object is made, and run anything then."""
-    chunk, flags, table = bytearray(CHUNK), bytearray(), build.KeyTable()
-    offsets_at = Columns(chunk).key_offsets_at
+@contextmanager
+def collecting_with_each_object(action: Callable[[], None]) -> Iterator[None]:
+    """Runs `action` in each collection. Python 3.11 may collect whenever an object is made, and run
+    anything then; here it does with every object."""
+    others: list[list[None]] = [[], []]
 
-    def lengthen_keys(phase: str, _info: object) -> None:
+    def run(phase: str, _info: object) -> None:
         if phase == "start":
-            chunk[offsets_at + 4 : offsets_at + 16] = array("i", (201, 202, 203)).tobytes()
+            action()
+        else:
+            # As many objects as the threshold: the next one that is made begins a collection.
+            others.append([])
 
     thresholds = gc.get_threshold()
     gc.collect()
     gc.disable()
-    gc.callbacks.append(lengthen_keys)
+    gc.callbacks.append(run)
     gc.set_threshold(1)
-    # More objects than the threshold: the next one that is made begins a collection.
-    others: list[list[None]] = [[], []]
     try:
-        with suppress(ChunkDefectError):
-            gc.enable()
-            table.put_run(chunk, 0, 3, 1, 0, 1, flags)
+        gc.enable()
+        yield
     finally:
-        gc.callbacks.remove(lengthen_keys)
+        gc.callbacks.remove(run)
         gc.set_threshold(*thresholds)
-    assert len(others) == 2
+
+
+@of_each_build
+def test_a_chunk_may_change_in_a_collection(build: Any) -> None:
+    chunk, flags, table = bytearray(CHUNK), bytearray(), build.KeyTable()
+    offsets_at = Columns(chunk).key_offsets_at
+
+    def lengthen_keys() -> None:
+        chunk[offsets_at + 4 : offsets_at + 16] = array("i", (201, 202, 203)).tobytes()
+
+    with suppress(ChunkDefectError), collecting_with_each_object(lengthen_keys):
+        table.put_run(chunk, 0, 3, 1, 0, 1, flags)
     assert [key for key, _, _ in table.entries()] in ([], [b"a", b"b", b"c"])
+
+
+@of_each_build
+@pytest.mark.parametrize("collections_before", range(9))
+def test_the_chunk_of_a_bundle_may_change_in_a_collection(
+    build: Any, collections_before: int
+) -> None:
+    """Each run supersedes a number that has no flag, so that lists are made while it is added."""
+    limits, key_count = (4, 9000, 3, 1 << 30, 7, 10, 5, 6), 3
+    keys = [b"a", b"b", b"c"]
+    chunk = bytearray(CHUNK)
+    offsets_at = Columns(chunk).key_offsets_at
+    rows = build.OpenRows(build.KeyTable(), build.Answers(*limits), 0, 100, 1 << 20, 1 << 20)
+    for seq, key in enumerate(keys, 1):
+        rows.table.put(key, seq)
+    rows.high, rows.history_id, rows.has_counters = key_count, 7, True
+    runs = b"".join(RUN.pack(0, 1, counter, 0) for counter in range(key_count))
+    collections: list[None] = []
+
+    def lengthen_keys() -> None:
+        collections.append(None)
+        if len(collections) > collections_before:
+            chunk[offsets_at + 4 : offsets_at + 16] = array("i", (201, 202, 203)).tobytes()
+
+    with collecting_with_each_object(lengthen_keys):
+        build.add_runs(chunk, 0, runs, bytes(16), (rows,), 0, None, 1, 100, 1 << 20, False)
+    added_keys = [rows.find(seq)[1] for seq in rows.seqs()]
+    assert added_keys == keys[: len(added_keys)]
+    assert [key for key, _, _ in rows.table.entries()] == keys

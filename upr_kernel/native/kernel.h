@@ -201,7 +201,7 @@ typedef struct {
     uint64_t base;
     uint8_t *flags;
     size_t flag_count;
-    PyObject *superseded; /* a list, made when it is needed */
+    PyObject *superseded; /* a list */
     Py_ssize_t fresh;
 } Run;
 

@@ -679,8 +679,6 @@ note_previous(Run *run, uint64_t previous)
         run->flags[seq - run->base] = 1;
         return true;
     }
-    if (run->superseded == NULL && (run->superseded = PyList_New(0)) == NULL)
-        return false;
     PyObject *number = PyLong_FromUnsignedLongLong(seq);
     int failed = number == NULL || PyList_Append(run->superseded, number) < 0;
     Py_XDECREF(number);

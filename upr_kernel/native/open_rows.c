@@ -465,11 +465,11 @@ enter_run(OpenRows *self, const Chunk *chunk, uint32_t low, uint32_t high, Run *
     return is_done;
 }
 
-/* Adds a run that fits, and fills in which numbers it gets; `superseded` is a new list of the numbers
-   that have no flag, or NULL. False with an exception set; then nothing has changed. */
+/* Adds a run that fits, and fills in which numbers it gets; appends to `superseded` the numbers that
+   have no flag. False with an exception set; then nothing else has changed. */
 static bool
 add_run(OpenRows *self, const Chunk *chunk, uint32_t low, uint32_t high, uint64_t cas,
-        PlainRun *added, PyObject **superseded)
+        PlainRun *added, PyObject *superseded)
 {
     Part part = {.chunk = *chunk, .low = low, .high = high, .is_numbered = true};
     Sizes sizes = {0};
@@ -486,13 +486,12 @@ add_run(OpenRows *self, const Chunk *chunk, uint32_t low, uint32_t high, uint64_
         .base = self->base,
         .flags = (uint8_t *)PyByteArray_AsString(self->flags),
         .flag_count = self->has_counters ? 0 : (size_t)PyByteArray_Size(self->flags),
+        .superseded = superseded,
     };
     if (!enter_run(self, chunk, low, high, &run, added)) {
-        Py_XDECREF(run.superseded);
         PyByteArray_Resize(self->flags, covered);
         return false;
     }
-    *superseded = run.superseded;
     add_part(self, &part);
     self->high += sizes.count;
     self->last_cas = part.first_cas + sizes.count - 1;
@@ -521,6 +520,7 @@ typedef struct {
     PyObject *left;
     PyObject *notes;
     PyObject *awaited;
+    PyObject *superseded; /* an empty list for what the next run supersedes, or NULL */
     uint64_t table_bytes;
     uint64_t row_bytes;
     uint64_t answer_bytes;
@@ -535,16 +535,15 @@ append_number(PyObject *list, uint64_t number)
     return is_done;
 }
 
-/* Notes what the caller has to do with a partition. Takes the reference to `superseded`. */
+/* Notes what the caller has to do with a partition, with the list of what was superseded. */
 static bool
-note(PyObject *notes, const OpenRows *rows, PyObject *superseded)
+note(Report *report, const OpenRows *rows)
 {
-    if (superseded == NULL && !is_full(rows) && !wants_tidying(rows))
+    if (!PyList_Size(report->superseded) && !is_full(rows) && !wants_tidying(rows))
         return true;
-    if (superseded == NULL && (superseded = PyList_New(0)) == NULL)
-        return false;
-    PyObject *pair = Py_BuildValue("KN", (unsigned long long)rows->partition, superseded);
-    bool is_done = pair != NULL && PyList_Append(notes, pair) == 0;
+    PyObject *pair = Py_BuildValue("KN", (unsigned long long)rows->partition, report->superseded);
+    report->superseded = NULL;
+    bool is_done = pair != NULL && PyList_Append(report->notes, pair) == 0;
     Py_XDECREF(pair);
     return is_done;
 }
@@ -572,7 +571,6 @@ static bool
 report_run(Report *report, const Runs *runs, Py_ssize_t index, const uint8_t *run, OpenRows *rows,
            uint64_t low, uint64_t high)
 {
-    PyObject *superseded = NULL;
     uint64_t table_before = table_bytes(rows->table), rows_before = allocated_bytes(rows);
     uint64_t answers_before = answers_bytes(rows->answers);
     PlainRun added = {
@@ -581,7 +579,7 @@ report_run(Report *report, const Runs *runs, Py_ssize_t index, const uint8_t *ru
         .attempt = runs->limits.attempt,
     };
     if (!add_run(rows, &runs->chunk, (uint32_t)low, (uint32_t)high, runs->limits.cas, &added,
-                 &superseded))
+                 report->superseded))
         return false;
     report->table_bytes += table_bytes(rows->table) - table_before;
     report->row_bytes += allocated_bytes(rows) - rows_before;
@@ -592,7 +590,7 @@ report_run(Report *report, const Runs *runs, Py_ssize_t index, const uint8_t *ru
     store_u64(line + 16, added.first_seq);
     store_u64(line + 24, added.last_seq);
     store_u64(line + 32, added.first_cas);
-    return note(report->notes, rows, superseded) &&
+    return note(report, rows) &&
            (!rows->is_awaited || append_number(report->awaited, rows->partition));
 }
 
@@ -607,6 +605,10 @@ report_runs(Report *report, const Runs *runs, uint64_t first_row, bool in_order)
         const uint8_t *run = (const uint8_t *)runs->run_buffer.buf + RUN_BYTES * index;
         low = high;
         high += load_u32(run + 4);
+        /* Before the run is checked: Python 3.11 may collect, and so run anything, when it makes a
+           list. */
+        if (report->superseded == NULL && (report->superseded = PyList_New(0)) == NULL)
+            return false;
         OpenRows *rows = is_over ? NULL : target_of(runs, index, run, low, high);
         if (rows == NULL) {
             is_over = in_order;
@@ -673,6 +675,7 @@ added_runs(const Runs *runs, uint64_t first_row, bool in_order)
     Py_XDECREF(report.left);
     Py_XDECREF(report.notes);
     Py_XDECREF(report.awaited);
+    Py_XDECREF(report.superseded);
     return result;
 }
 
