@@ -437,6 +437,32 @@ def test_a_setting_bounds_the_map_however_large_the_disk_becomes(
     bounded.close()
 
 
+@pytest.mark.parametrize(
+    ("bytes_max", "advice"),
+    [
+        (MAP_BYTES, rf"may have {MAP_BYTES} bytes .* bytes left.*, or raise disk_bytes_max$"),
+        (0, "^the disk of .* bytes left.*; make room there$"),
+    ],
+)
+def test_what_is_full_is_told_with_what_to_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bytes_max: int, advice: str
+) -> None:
+    set_disk_size(monkeypatch, 8 * MAP_BYTES if bytes_max else MAP_BYTES)
+    full = LmdbOrderedMap(tmp_path, bytes_max=bytes_max)
+    fill_up(full)
+    with (
+        pytest.raises(DiskFullError, match=advice),
+        full.write(reserve_bytes=MAP_BYTES // 4),
+    ):
+        pytest.fail("there is room")
+    with (
+        pytest.raises(DiskFullError, match=advice.rpartition(" ")[2]),
+        full.write() as transaction,
+    ):
+        transaction.put(b"large", bytes(MAP_BYTES))
+    full.close()
+
+
 def test_without_addresses_to_grow_a_map_serves_on_as_it_is(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

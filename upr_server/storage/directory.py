@@ -284,7 +284,7 @@ class DataDirectory:
             self._create(self._path / name, self._path / f".new-{name}", fill)
         except OSError as error:
             if error.errno in FULL_DISK_ERRORS:
-                raise DiskFullError(f"the disk is full: {error}") from error
+                raise DiskFullError(f"the disk is full: {error}; make room there") from error
             raise DataDirectoryError(
                 f"{self._path / name} cannot be created: {error.strerror}; {_advice(error)}"
             ) from error
@@ -297,7 +297,7 @@ class DataDirectory:
             # which is written through a memory map, would kill this process with SIGBUS.
             raise DiskFullError(
                 f"the disk of {self._path} has {free_bytes} bytes left; a new bucket needs "
-                f"{COMMIT_RESERVE_BYTES}"
+                f"{COMMIT_RESERVE_BYTES}; make room there"
             )
 
     def _create(

@@ -59,5 +59,5 @@ class EventQueueFile:
             replace_file(self._path, with_checksum(_KEY, data))
         except OSError as error:
             if error.errno in FULL_DISK_ERRORS:
-                raise DiskFullError(f"the disk is full: {error}") from error
+                raise DiskFullError(f"the disk is full: {error}; make room there") from error
             raise DataDirectoryError(f"{self._path} cannot be written: {error.strerror}") from error

@@ -157,7 +157,7 @@ class LmdbOrderedMap:
             ) from error
         except lmdb.Error as error:
             if _is_full(error):
-                raise DiskFullError(f"the disk is full: {error}") from error
+                raise self._disk_full(error) from error
             # The system's errors have positive numbers. The others are LMDB's own, and concern what
             # the file holds; that of another version of LMDB's format has the number 0.
             code = getattr(error, "code", 0)
@@ -309,7 +309,7 @@ class LmdbOrderedMap:
 
     @contextmanager
     def read(self) -> Iterator[_ReadTransaction]:
-        with _translated(), self._begin() as transaction:
+        with self._translated(), self._begin() as transaction:
             self._reads_open += 1
             try:
                 self._sum(transaction, transaction.id())
@@ -331,13 +331,10 @@ class LmdbOrderedMap:
 
     @contextmanager
     def write(self, *, reserve_bytes: int = 0) -> Iterator[_WriteTransaction]:
-        with _translated(writing=True):
+        with self._translated(writing=True):
             self._grow()
             if reserve_bytes and self.free_bytes < reserve_bytes:
-                raise DiskFullError(
-                    f"{self._path} has {self.free_bytes} bytes left; the last {reserve_bytes} "
-                    "are for compaction"
-                )
+                raise self._no_reserve(reserve_bytes)
             with self._new_transaction(write=True) as transaction:
                 total = self._sum(transaction, transaction.id() - 1)
                 changes = _WriteTransaction(transaction, self._is_summed, self._marks_before_damage)
@@ -348,13 +345,60 @@ class LmdbOrderedMap:
                         COMMIT, with_checksum(COMMIT, _COMMIT.pack(transaction.id(), total))
                     )
 
+    @contextmanager
+    def _translated(self, *, writing: bool = False) -> Iterator[None]:
+        """Turns LMDB's errors into ours."""
+        try:
+            yield
+        except StorageError:
+            raise
+        except (lmdb.Error, OSError) as error:
+            if _is_full(error):
+                # LMDB has aborted the transaction, before or while its pages were written. The meta
+                # page still names the commit before.
+                raise self._disk_full(error) from error
+            if writing:
+                raise StoreFailedError(f"the disk failed: {error}") from error
+            raise CorruptionError(f"the store cannot be read: {error}") from error
+
+    def _disk_full(self, error: Exception) -> DiskFullError:
+        if isinstance(error, lmdb.MapFullError) and self._is_set_smaller_than_disk:
+            return self._limit_reached(f"has no room left: {error}")
+        return DiskFullError(f"the disk is full: {self._path}: {error}; make room there")
+
+    def _no_reserve(self, reserve_bytes: int) -> DiskFullError:
+        rest = f"bytes left; the last {reserve_bytes} are for compaction"
+        if self._is_set_smaller_than_disk and self._free_in_map < self._free_on_disk:
+            return self._limit_reached(f"has {max(0, self._free_in_map)} {rest}")
+        return DiskFullError(
+            f"the disk of {self._path} has {self._free_on_disk} {rest}; make room there"
+        )
+
+    def _limit_reached(self, text: str) -> DiskFullError:
+        return DiskFullError(
+            f"{self._path} may have {self._map_bytes} bytes (disk_bytes_max), and {text}; release "
+            "leases, or raise disk_bytes_max"
+        )
+
+    @property
+    def _is_set_smaller_than_disk(self) -> bool:
+        """Whether a setting bounds the file, or its default does, and not the disk's size."""
+        return bool(self._bytes_max) or self._map_bytes >= MAP_BYTES_DEFAULT
+
     @property
     def free_bytes(self) -> int:
         """How much can still be written, given the disk's space and the memory map's size."""
+        return min(self._free_in_map, self._free_on_disk)
+
+    @property
+    def _free_in_map(self) -> int:
+        return self._map_bytes - self._used_bytes
+
+    @property
+    def _free_on_disk(self) -> int:
         disk = os.statvfs(self._path)
-        used_bytes, file_bytes = self._used_bytes, self._file_bytes
-        in_file = max(0, file_bytes - used_bytes)
-        return min(self._map_bytes - used_bytes, disk.f_bavail * disk.f_frsize + in_file)
+        free_in_file = max(0, self._file_bytes - self._used_bytes)
+        return disk.f_bavail * disk.f_frsize + free_in_file
 
     @property
     def _used_bytes(self) -> int:
@@ -368,12 +412,12 @@ class LmdbOrderedMap:
 
     def count(self) -> int:
         """How many keys there are according to the meta page."""
-        with _translated():
+        with self._translated():
             return int(self._env.stat()["entries"])
 
     def statistics(self) -> dict[str, int]:
         """Bytes in use, and in the file."""
-        with _translated():
+        with self._translated():
             return {"bytes_used": self._used_bytes, "bytes_in_file": self._file_bytes}
 
     def close(self) -> None:
@@ -482,20 +526,3 @@ class _WriteTransaction(_ReadTransaction):
 
 def _is_full(error: Exception) -> bool:
     return isinstance(error, lmdb.MapFullError) or getattr(error, "code", 0) in FULL_DISK_ERRORS
-
-
-@contextmanager
-def _translated(*, writing: bool = False) -> Iterator[None]:
-    """Turns LMDB's errors into ours."""
-    try:
-        yield
-    except StorageError:
-        raise
-    except (lmdb.Error, OSError) as error:
-        if _is_full(error):
-            # LMDB has aborted the transaction, before or while its pages were written. The meta
-            # page still names the commit before.
-            raise DiskFullError(f"the disk is full: {error}") from error
-        if writing:
-            raise StoreFailedError(f"the disk failed: {error}") from error
-        raise CorruptionError(f"the store cannot be read: {error}") from error

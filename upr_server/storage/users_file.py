@@ -104,5 +104,5 @@ class UsersFile:
             replace_file(path, data, mode=_MODE)
         except OSError as error:
             if error.errno in FULL_DISK_ERRORS:
-                raise DiskFullError(f"the disk is full: {error}") from error
+                raise DiskFullError(f"the disk is full: {error}; make room there") from error
             raise DataDirectoryError(f"{path} cannot be written: {error.strerror}") from error
