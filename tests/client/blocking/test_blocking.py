@@ -251,7 +251,7 @@ def test_a_peer_that_says_nothing() -> None:
 def test_a_request_without_an_answer_times_out(fake: ThreadedFake) -> None:
     fake.server.held = {Stats}
     with client(fake, timeout_s=0.01) as kv:
-        with pytest.raises(TimeoutError, match=r"did not answer in 0\.01 s"):
+        with pytest.raises(TimeoutError, match=r"did not answer in [\d.]+ s"):
             kv.stats()
         # The connection is as good as before.
         kv.set("k", "v")

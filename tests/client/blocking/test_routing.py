@@ -20,7 +20,7 @@ from upr_protocol.client.blocking import connection
 from upr_protocol.errors import BrokenError, ServerError, Status
 from upr_protocol.ids import SEQ_MAX, Operation
 from upr_protocol.partition_map import Assignment
-from upr_protocol.wire import Lease, LeaseAction, Message
+from upr_protocol.wire import Get, Lease, LeaseAction, Message
 
 URL = "upr://a,b,c/b"
 PARTITIONS = 6
@@ -95,6 +95,17 @@ def test_a_bucket_that_was_created_again_is_found_by_its_new_map(nodes: Threaded
         for key in KEYS:
             kv.set(key, "2")
         assert [item and item.value for item in kv.get_many(KEYS)] == [b"2"] * 60
+
+
+def test_a_timeout_names_the_node_that_did_not_answer(nodes: ThreadedCluster) -> None:
+    key = next(key for key in KEYS if nodes.cluster.any.partition_of(key.encode()).id % 3 == 1)
+    others_key = next(key for key in KEYS if nodes.cluster.any.partition_of(key.encode()).id == 0)
+    with client(nodes, timeout_s=0.05) as kv:
+        nodes.cluster.server("b").held = {Get}
+        with pytest.raises(TimeoutError, match=r"^upr://b:12000/b did not answer in [\d.]+ s$"):
+            kv.get(key)
+        with pytest.raises(TimeoutError, match=r"^upr://b:12000/b did not answer in [\d.]+ s$"):
+            kv.get_many([others_key, key])
 
 
 def test_batches_follow_their_partitions(nodes: ThreadedCluster) -> None:

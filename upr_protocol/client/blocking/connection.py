@@ -67,11 +67,12 @@ class BlockingConnection:
 
     No task runs in the background: `receive` writes what is queued, reads what has arrived and
     keeps the connection alive. While nobody calls it, nobody reads. Once it is over, `failure` says
-    why.
+    why. `address` is that of the node.
     """
 
     def __init__(self, address: Address, options: SocketOptions) -> None:
         credentials = resolve_credentials(address.security.credentials)
+        self.address = address
         self._clock = options.clock
         deadline = self._clock() + options.connect_timeout_s
         try:

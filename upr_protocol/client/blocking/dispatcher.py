@@ -144,6 +144,7 @@ class BlockingDispatcher:
         self, connection: BlockingConnection, requests: Sequence[Call[T]], deadline: float
     ) -> list[Message]:
         """Sends requests on one connection and receives their answers."""
+        began_at = time.monotonic()
         replies: dict[int, Message | None] = {}
         for call in requests:
             opaque = connection.session.new_opaque()
@@ -156,8 +157,9 @@ class BlockingDispatcher:
         while missing_count:
             message = connection.receive(deadline)
             if message is None:
-                address = self.connections.metadata.address
-                raise TimeoutError(f"{address} did not answer in {self._timeout_s:g} s")
+                # Other nodes, and a wait for the map, may have had a part of the time.
+                waited_s = round(time.monotonic() - began_at, 2)
+                raise TimeoutError(f"{connection.address} did not answer in {waited_s:g} s")
             if replies.get(message.opaque, message) is None:
                 replies[message.opaque] = message
                 missing_count -= 1
