@@ -12,8 +12,9 @@ from trio.testing import MockClock
 
 from tests.kit.fake_cluster import FakeCluster
 from tests.kit.fake_server import FakeConnection, FakeServer
-from upr_protocol.client import Client, NotDurableError, connect
+from upr_protocol.client import Address, Client, NotDurableError, connect
 from upr_protocol.client.core.retry import WAIT_S_MAX
+from upr_protocol.client.trio.client import LOCATE_S
 from upr_protocol.client.trio.dispatcher import REQUEST_RETRY_TIMEOUT_S
 from upr_protocol.errors import BrokenError, ClosedError, ServerError, Status, UprError
 from upr_protocol.ids import SEQ_MAX, Durability, PartitionId
@@ -235,9 +236,34 @@ async def test_connect_returns_once_all_nodes_were_tried(
     assert trio.current_time() == 0
     cluster.silent.add("a")
     cluster.move({0: Assignment(), 1: Assignment()})
-    async with connect("upr://b/b", dial=cluster.dial, connect_timeout_s=3) as client:
+    async with connect("upr://b/b", dial=cluster.dial, connect_timeout_s=0.5) as client:
         assert [info.partition for info in client.partitions()] == [2, 4, 5]
-    assert trio.current_time() == pytest.approx(3)
+    assert trio.current_time() == pytest.approx(0.5)
+
+
+async def test_connect_does_not_wait_long_for_a_node_that_is_not_needed(
+    cluster: FakeCluster, autojump_clock: MockClock
+) -> None:
+    cluster.silent.add("a")
+    async with connect("upr://b/b", dial=cluster.dial) as client:
+        assert trio.current_time() == pytest.approx(LOCATE_S)
+        await client.set(key_of(cluster, 1), "v")
+        assert trio.current_time() == pytest.approx(LOCATE_S)
+        with trio.move_on_after(5) as waiting:
+            await client.set(key_of(cluster, 0), "v")
+        assert waiting.cancelled_caught
+
+
+async def test_connect_gives_nodes_that_are_far_away_the_time_that_the_first_took(
+    cluster: FakeCluster, autojump_clock: MockClock
+) -> None:
+    async def dial(address: Address) -> trio.abc.Stream:
+        await trio.sleep(2 if address.host == "b" else 5)
+        return await cluster.dial(address)
+
+    async with connect("upr://b/b", dial=dial) as client:
+        assert len(client.partitions()) == 6
+    assert trio.current_time() == pytest.approx(7)
 
 
 async def test_renewing_a_lease_fails_unless_every_node_has_renewed_it(

@@ -7,7 +7,7 @@ from contextlib import asynccontextmanager, suppress
 from datetime import datetime
 from functools import partial
 from itertools import islice
-from typing import Any, Unpack
+from typing import Any, Final, Unpack
 
 import attrs
 import trio
@@ -38,6 +38,10 @@ from upr_protocol.ids import Durability, HistoryId, Operation, PartitionId, SeqN
 from upr_protocol.timestamps import to_nanoseconds
 from upr_protocol.users import UserChange, UserListing
 from upr_protocol.wire import LeaseAction
+
+LOCATE_S: Final = 1.0
+"""How long `connect` gives the nodes beside the first: one that is down may not even refuse
+connections. If the first node took a third of this or more, the others get three times as long."""
 
 
 @attrs.frozen
@@ -185,7 +189,8 @@ class Client(KeyOperations[Coroutine[Any, Any, WriteResult]]):
     def partitions(self) -> list[PartitionInfo]:
         """The bucket's partitions, as the servers told them when they were connected to; `seqnos`
         asks for their present numbers. Where several nodes hold the bucket, each partition is the
-        one of its own node; a partition without a node is left out."""
+        one of its own node; a partition is left out if it has no node, or its node is not connected
+        to."""
         return calls.partition_infos(self._dispatcher.logs)
 
     async def seqnos(
@@ -357,8 +362,9 @@ async def connect(
     """A client connected to `upr://host:port/bucket`; without the bucket, for the calls about
     buckets only. Several nodes are named as `upr://host:port,host:port/bucket`.
 
-    Where several nodes hold the bucket, it has tried to reach each of them before this returns.
-    Leaving the context closes the connections; open requests of other tasks raise `ClosedError`.
+    Where several nodes hold the bucket, this tries to reach each of them, for a second at most, or
+    three times as long as the first node took. Leaving the context closes the connections; open
+    requests of other tasks raise `ClosedError`.
 
     Args:
         url: Where to connect to.
@@ -380,7 +386,9 @@ async def connect(
             nursery.start_soon(dispatcher.run)
             await dispatcher.has_opened.wait()
             if dispatcher.error is None:
-                with trio.move_on_after(connection.connect_timeout_s):
+                # Requests wait for their nodes themselves.
+                wait_s = max(LOCATE_S, 3 * dispatcher.connections.connect_s)
+                with trio.move_on_after(min(wait_s, connection.connect_timeout_s)):
                     await dispatcher.connections.located.wait()
             if dispatcher.error is not None:
                 raise dispatcher.error

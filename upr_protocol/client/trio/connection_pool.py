@@ -93,6 +93,7 @@ class _Node(ConnectionHandler, Generic[H]):
         address: Where it is. The user's address may name several hosts; one after the other is
             tried for the first node.
         connection: The connection to it; None while it is not connected.
+        dialled_at: When the last attempt to connect began.
         is_down: Whether the last connection, or attempt to make one, failed.
         scope: Cancel it to close the connection for good.
     """
@@ -101,6 +102,7 @@ class _Node(ConnectionHandler, Generic[H]):
     address: Address
     handler: H
     connection: TrioConnection | None = None
+    dialled_at: float = 0.0
     map_request: MapRequest = attrs.field(factory=MapRequest)
     is_down: bool = False
     scope: trio.CancelScope = attrs.field(factory=trio.CancelScope)
@@ -143,6 +145,7 @@ class ConnectionPool(Generic[H]):
     Attributes:
         located: Set when all partitions have been located for the first time: the map is the
             newest, and each node that it names was reached or could not be.
+        connect_s: How long it took to connect to the first node; 0 before that.
     """
 
     def __init__(
@@ -157,6 +160,7 @@ class ConnectionPool(Generic[H]):
         self.metadata = ClusterMetadata(address, follow_map=options.follow_map)
         self.last_failure = ""
         self.located = trio.Event()
+        self.connect_s = 0.0
         self._options = options
         self._owner = owner
         self._opened_partitions = opened_partitions
@@ -247,6 +251,7 @@ class ConnectionPool(Generic[H]):
 
     async def _connect_once(self, node: _Node[H], host: Address) -> UprError:
         """Connects to a node and waits until the connection ends; gives the reason."""
+        node.dialled_at = trio.current_time()
         try:
             async with open_connection(
                 host, self._options, node, self._opened_partitions
@@ -272,7 +277,8 @@ class ConnectionPool(Generic[H]):
             UprError: See `PoolOwner.bucket_opened`.
         """
         self._owner.bucket_opened(connection)
-        self._was_connected = True
+        if not self._was_connected:
+            self._was_connected, self.connect_s = True, trio.current_time() - node.dialled_at
         if node not in self._nodes:
             return  # it was removed this moment
         node.connection, node.map_request, node.is_down = connection, MapRequest(), False
