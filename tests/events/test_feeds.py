@@ -11,9 +11,11 @@ from typing import Any
 import pytest
 import trio
 
+from tests.kit.fake_net import CuttableStream
 from tests.kit.process import eventually
 from upr_protocol.bucket_event import ANY_DESIGN, BucketEvent, BucketFate, EventKind
 from upr_protocol.client import (
+    Address,
     Client,
     EventFeed,
     LookAtEverything,
@@ -108,6 +110,26 @@ async def test_creation_update_deletion_and_design_documents(server: Server) -> 
         again = await event(feed)
         assert again.fate is BucketFate.CREATED
         assert again.incarnation != created.incarnation
+
+
+async def test_a_node_is_asked_for_the_maps_of_its_buckets_together(server: Server) -> None:
+    writes = 0
+
+    class CountingStream(CuttableStream):
+        async def send_all(self, data: bytes | bytearray | memoryview) -> None:
+            nonlocal writes
+            writes += 1
+            await super().send_all(data)
+
+    async def dial(address: Address) -> trio.abc.Stream:
+        stream = await trio.open_tcp_stream(address.host, address.port)
+        return CountingStream(stream, stream.socket.close)
+
+    async with connect(server.url()) as client:
+        for index in range(40):
+            await client.create_bucket(f"of-many-{index}", 1)
+    async with feed_of(server, dial=dial):
+        assert 0 < writes < 20
 
 
 async def test_a_failed_operation_is_not_an_update(server: Server) -> None:

@@ -12,6 +12,7 @@ import math
 from collections import deque
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
+from itertools import islice
 from typing import Final, Self, Unpack
 
 import attrs
@@ -42,6 +43,9 @@ POLL_S: Final = 10.0
 
 MAP_INTERVAL_S: Final = 10.0
 """How often a node is asked which other nodes there are; also after a bucket was created."""
+
+_MAPS_AT_ONCE: Final = 64
+"""How many maps a node is asked for together. A map has up to some 60 kB."""
 
 _POLLS_PER_TIMEOUT: Final = 3
 """How often a consumer asks within its timeout, however few events there are."""
@@ -188,11 +192,13 @@ class EventFeed:
         """The node's own name, and the nodes that its maps of the buckets name."""
         node = ""
         addresses: dict[str, str] = {}
-        for bucket in await channel.ask(calls.list_buckets()):
-            if self._event_filter.kinds_of(bucket.name):
+        buckets = await channel.ask(calls.list_buckets())
+        names = iter([b.name for b in buckets if self._event_filter.kinds_of(b.name)])
+        while batch := list(islice(names, _MAPS_AT_ONCE)):
+            replies = [await channel.send(map_call(name)) for name in batch]
+            for name, reply in zip(batch, replies, strict=True):
                 with suppress(ServerError):  # the bucket was deleted meanwhile
-                    reply = await channel.ask(map_call(bucket.name))
-                    status = await node_status(reply, bucket.name)
+                    status = await node_status(await reply.wait(), name)
                     node = status.node
                     if status.map is not None:
                         addresses |= status.map.nodes
