@@ -16,11 +16,12 @@ from upr_protocol.errors import ServerError, Status
 from upr_protocol.ids import SEQ_MAX, PartitionId
 from upr_protocol.partition_map import Assignment
 from upr_protocol.spark import driver_connection
-from upr_protocol.spark.batch_reader import plan
-from upr_protocol.spark.driver_client import BucketDriverClient
+from upr_protocol.spark.batch_reader import BatchReader, lease_unless_failed, plan
+from upr_protocol.spark.driver_client import BucketDriverClient, DriverClient
 from upr_protocol.spark.errors import PipelineError
 from upr_protocol.spark.read_options import ReadOptions
 from upr_protocol.spark.read_tasks import ReadTask
+from upr_protocol.spark.schema import default_schema
 
 NOW = datetime(2026, 1, 31, 12, tzinfo=UTC)
 
@@ -120,9 +121,15 @@ def test_a_failover_between_the_numbers_at_a_time_and_the_rows_is_noticed(
         bucket.write(0, 0)
         bucket.times[0, seq] = NOW - timedelta(hours=1)
     with pytest.raises(PipelineError, match="there was a failover") as failed:
-        plan(options_of(**{bound: NOW.isoformat()}), bucket, 1)
+        planned(options_of(**{bound: NOW.isoformat()}), bucket)
     assert failed.value.code == "UPR_ROLLBACK"
     assert not bucket.leases
+
+
+def planned(options: ReadOptions, driver: DriverClient) -> list[ReadTask]:
+    """The tasks of a read, whose lease is released if there are none."""
+    with lease_unless_failed(driver, 1):
+        return plan(options, driver, 1)
 
 
 def timed_bucket() -> ModelDriverClient:
@@ -147,7 +154,7 @@ def test_an_action_after_one_that_met_a_failover_has_the_rows_since_a_time() -> 
 
     bucket.before_next_lease = fail_over
     with pytest.raises(PipelineError, match="there was a failover"):
-        plan(options, bucket, 1)
+        planned(options, bucket)
     assert ranges_of(plan(options, bucket, 1)) == [(0, 4, 24)]
 
 
@@ -158,7 +165,7 @@ def test_an_action_that_meets_a_restart_leaves_the_lease_of_those_before() -> No
     bucket.write(0, 0)
     bucket.before_next_lease = lambda: bucket.fail_over(0, 11)
     with pytest.raises(PipelineError, match="there was a failover"):
-        plan(options, bucket, 1)
+        planned(options, bucket)
     assert ranges_of(plan(options, bucket, 1)) == ranges
 
 
@@ -206,3 +213,39 @@ def test_an_action_after_a_takeover_lacks_no_rows_and_has_none_twice(
         assert refused.value.status is Status.RANGE_GONE
         assert ranges_of(plan(options_of(), driver, 8)) == ranges
         driver.close()
+
+
+class RefusingBucket(ModelDriverClient):
+    """A bucket that refuses leases, and what was asked for of others before."""
+
+    def acquire_lease(self, lease_id: int, ranges: Sequence[tuple[int, int, int]]) -> HeldLease:
+        raise ServerError(Status.LIMIT_REACHED)
+
+
+def reader_of(buckets: Mapping[str, ModelDriverClient]) -> BatchReader:
+    options = ReadOptions.parse({"url": "upr://host:12000", "buckets": ",".join(buckets)})
+    return BatchReader(
+        options, default_schema(options), 7, driver_of=lambda o: buckets[o.address.bucket]
+    )
+
+
+def test_a_read_that_one_bucket_refuses_leaves_no_lease_in_the_others() -> None:
+    buckets = {"a": ModelDriverClient(2), "b": ModelDriverClient(2), "c": RefusingBucket(2)}
+    for bucket in buckets.values():
+        bucket.write(0, 0)
+    reader = reader_of(buckets)
+    with pytest.raises(PipelineError, match="limit reached"):
+        reader.partitions()
+    assert not any(bucket.leases for bucket in buckets.values())
+
+
+def test_a_later_action_that_one_bucket_refuses_leaves_the_leases_of_those_before() -> None:
+    buckets = {"a": ModelDriverClient(2), "b": ModelDriverClient(2)}
+    for bucket in buckets.values():
+        bucket.write(0, 0)
+    reader = reader_of(buckets)
+    assert reader.partitions()
+    buckets["b"] = RefusingBucket(2)
+    with pytest.raises(PipelineError, match="limit reached"):
+        reader.partitions()
+    assert list(buckets["a"].leases) == [7]

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from pyspark.errors import PySparkException
 from pyspark.sql import DataFrame, SparkSession
-from pyspark.sql.streaming.datasource import ReadAllAvailable, ReadMaxRows
+from pyspark.sql.streaming.datasource import ReadAllAvailable, ReadLimit, ReadMaxRows
 from pyspark.sql.types import StructType
 
 from tests.spark.bucket import change, put
@@ -17,6 +17,7 @@ from tests.spark.model_driver_client import ModelDriverClient
 from tests.spark.server import BlockingServer
 from tests.spark.test_read import load
 from tests.spark.test_stream_plan import options_of, write_rows
+from upr_protocol.errors import ServerError, Status
 from upr_protocol.spark.batch_reader import options_of_buckets
 from upr_protocol.spark.buckets_reader import BucketsReader
 from upr_protocol.spark.errors import OptionError, PipelineError
@@ -89,6 +90,26 @@ def test_a_stream_reads_all_buckets_that_match_and_those_that_come_later() -> No
     assert ranges_of(reader, start, end) == [("a1", 0, 10, 11), ("a3", 0, 0, 3)]
     reader.commit(end)
     assert not any(driver.leases for driver in buckets.drivers.values())
+
+
+@pytest.mark.parametrize("limit", [ReadAllAvailable(), ReadMaxRows(9)])
+def test_a_batch_that_one_bucket_refuses_leaves_no_lease_in_the_others(limit: ReadLimit) -> None:
+    buckets = Buckets(a=10, b=10)
+    reader = buckets.reader(buckets="a,b", maxOffsetsPerTrigger="9")
+    start = reader.latestOffset(reader.initialOffset(), ReadAllAvailable())
+    leases = [list(buckets.drivers[name].leases) for name in "ab"]
+    for name in "ab":
+        write_rows(buckets.drivers[name], 0, 10)
+
+    def refuse() -> None:
+        raise ServerError(Status.LIMIT_REACHED)
+
+    buckets.drivers["b"].before_next_lease = refuse
+    with pytest.raises(PipelineError, match="limit reached"):
+        reader.latestOffset(start, limit)
+    # The batch that was planned before may be read again.
+    assert [list(buckets.drivers[name].leases) for name in "ab"] == leases
+    assert ranges_of(reader, reader.initialOffset(), start)
 
 
 def test_a_limit_holds_for_all_buckets_together() -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 
 import attrs
 import pyarrow as pa
@@ -32,6 +33,7 @@ class BatchReader(DataSourceReader):
         schema: Which columns.
         lease_id: The lease; the same for all actions on one DataFrame.
         acquires_lease: Whether the first action acquires it; else it is there before.
+        driver_of: Asks a bucket.
     """
 
     def __init__(
@@ -41,12 +43,14 @@ class BatchReader(DataSourceReader):
         lease_id: int,
         *,
         acquires_lease: bool = True,
+        driver_of: Callable[[ReadOptions], DriverClient] = BucketDriverClient,
     ) -> None:
         check_schema(schema)
         self._options = options
         self._schema = schema
         self._lease_id = lease_id
         self._acquires_lease = acquires_lease
+        self._driver_of = driver_of
 
     @sentence_first()
     def partitions(self) -> Sequence[InputPartition]:
@@ -56,17 +60,23 @@ class BatchReader(DataSourceReader):
             PipelineError: It cannot be read.
         """
         tasks: list[ReadTask] = []
-        for options in options_of_buckets(self._options):
-            driver = BucketDriverClient(options)
-            try:
-                if not self._acquires_lease:
-                    # First: a node that has lost changes has fewer numbers than the options say.
-                    driver.renew_lease(self._lease_id)
-                tasks += plan(options, driver, self._lease_id, acquires_lease=self._acquires_lease)
-            except ServerError as error:
-                raise _not_readable(error, options) from error
-            finally:
-                driver.close()
+        with ExitStack() as leases:
+            for options in options_of_buckets(self._options):
+                driver = self._driver_of(options)
+                try:
+                    if not self._acquires_lease:
+                        # First: a node that has lost changes has fewer numbers than the options
+                        # say.
+                        driver.renew_lease(self._lease_id)
+                    elif options.durable:
+                        leases.enter_context(lease_unless_failed(driver, self._lease_id))
+                    tasks += plan(
+                        options, driver, self._lease_id, acquires_lease=self._acquires_lease
+                    )
+                except ServerError as error:
+                    raise _not_readable(error, options) from error
+                finally:
+                    driver.close()
         return tasks or [ReadTask((), 0)]
 
     def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
@@ -101,6 +111,29 @@ def options_of_buckets(options: ReadOptions) -> list[ReadOptions]:
     return [options.of_bucket(name) for name in names]
 
 
+@contextmanager
+def lease_unless_failed(driver: DriverClient, lease_id: int) -> Iterator[None]:
+    """Releases the lease that an action acquires in a bucket, if the action cannot be planned: in
+    this bucket or, of several, in a later one. Nobody reads what it pins. It may also have been
+    granted on numbers of another history, and a lease keeps its ranges. A lease that is there
+    before is that of an earlier action, which reads perhaps.
+
+    Args:
+        driver: Asks the bucket; it may be closed when the context ends.
+        lease_id: The lease.
+    """
+    if _has_lease(driver, lease_id):
+        yield
+        return
+    is_planned = False
+    try:
+        yield
+        is_planned = True
+    finally:
+        if not is_planned:
+            driver.release_lease(lease_id)
+
+
 def plan(
     options: ReadOptions, driver: DriverClient, lease_id: int, *, acquires_lease: bool = True
 ) -> list[ReadTask]:
@@ -120,7 +153,6 @@ def plan(
     """
     has_time = options.start_time is not None or options.end_time is not None
     history_ids = _history_ids(driver.seqnos()) if has_time else {}
-    is_later_action = has_time and options.durable and _has_lease(driver, lease_id)
     # First: of a time that has not passed, later changes are part too.
     start = (
         options.start if options.start_time is None else driver.seqnos_at_time(options.start_time)
@@ -165,9 +197,6 @@ def plan(
     if options.start_time is not None:
         ranges = list(_since(driver.seqnos_at_time(options.start_time), ranges))
     if has_time and _history_ids(driver.seqnos()) != history_ids:
-        if lease_id and not is_later_action:
-            # It was perhaps granted on numbers of the other history, and a lease keeps its ranges.
-            driver.release_lease(lease_id)
         raise _failover_error(options)
     return tasks_of(
         [range_ for range_ in ranges if range_.start < range_.end],

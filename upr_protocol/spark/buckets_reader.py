@@ -104,7 +104,14 @@ class BucketsReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
             for name, start_offset in start_offsets.items():
                 self._reader(name).stay_at_offset(start_offset)
             return start
-        end_offsets = self._end_offsets(start_offsets, limits_of(limit, self._options))
+        is_planned = False
+        try:
+            end_offsets = self._end_offsets(start_offsets, limits_of(limit, self._options))
+            is_planned = True
+        finally:
+            if not is_planned:
+                for name, start_offset in start_offsets.items():
+                    self._reader(name).drop_batch(start_offset)
         new_offsets = {
             **old_offsets,
             **{

@@ -176,6 +176,17 @@ class MicroBatchReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         """The next batch waits, or is another bucket's: this one stays at `start`."""
         self._note_batch(self._offset(start), self._offset(start))
 
+    def drop_batch(self, start: dict[str, Any]) -> None:
+        """The batch that begins at `start` does not come about, as another bucket cannot be read.
+        Nobody reads what was pinned for it."""
+        old_offset = self._offset(start)
+        if (
+            self._planned_offset is not None
+            and self._planned_offset.lease_id != old_offset.lease_id
+        ):
+            self._planner.release_lease(self._planned_offset.lease_id)
+        self._planned_offset = old_offset
+
     def _note_batch(self, before: StreamOffset, end: StreamOffset) -> None:
         """Every batch up to `before` is done, also if no further one follows, and the next one ends
         at `end`."""

@@ -214,7 +214,7 @@ class StreamPlan:
         if end is moved_start:
             return start
         if self._moved_to_time(start, self._start_time) != moved_start:
-            self._release_lease(end.lease_id)
+            self.release_lease(end.lease_id)
             return start
         return end
 
@@ -526,9 +526,10 @@ class StreamPlan:
         if end.lease_id and not _is_mid_snapshot(end.partitions):
             finished_lease_ids.append(end.lease_id)
         for lease_id in finished_lease_ids:
-            self._release_lease(lease_id)
+            self.release_lease(lease_id)
 
-    def _release_lease(self, lease_id: int) -> None:
+    def release_lease(self, lease_id: int) -> None:
+        """Nothing that a lease pins is read any more; 0 for no lease."""
         if lease_id:
             self._leases.pop(lease_id, None)
             self._driver.release_lease(lease_id)
