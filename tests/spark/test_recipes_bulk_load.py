@@ -87,7 +87,7 @@ def test_the_command_reads_csv_as_it_is_or_says_why_not(
     for index, text in enumerate(texts):
         (tmp_path / f"{index}.csv").write_text(text)
     words = ["upr://h/b", str(tmp_path), "--format", "csv", "--header"]
-    frame = frame_of(spark, argument_parser().parse_args(words))
+    frame, _ = frame_of(spark, argument_parser().parse_args(words))
     if reason is None:
         rows = {(row["key"], row["value"]) for row in frame.collect()}
         assert rows == {("1", 'a "b",\\'), ("2", None), ("3", "c")}
@@ -119,8 +119,49 @@ def test_values_have_no_field_for_a_line_that_is_no_json(
     words = ["upr://h/b", str(path), "--format", "json", "--value"]
     with pytest.raises(PipelineError, match=r"planes.json: some lines are no JSON objects"):
         frame_of(spark, argument_parser().parse_args([*words, "*"]))
-    frame = frame_of(spark, argument_parser().parse_args([*words, "seats"]))
+    frame, value = frame_of(spark, argument_parser().parse_args([*words, "seats"]))
+    assert value == "seats"
     assert [row["key"] for row in frame.collect()] == ["a", None]
+
+
+def test_json_objects_become_values_as_they_are(
+    spark: SparkSession, new_bucket: NewBucket, tmp_path: Path
+) -> None:
+    """Whole numbers had a fraction where others have one, and each had the fields of all others."""
+    objects = {
+        "a": '{"key": "a", "seats": 1, "value": {"x": 1e3}}',
+        "b": '{"seats":1.5,"key":"b","\\u0061": "\xfc"}',
+        "c": '{"key":"c","long":123456789012345678901234567890}',
+    }
+    path = tmp_path / "planes.jsonl"
+    path.write_text(f"{objects['a']}\r\n\n \t{objects['b']} \n{objects['c']}", newline="")
+    by_spark, by_command = new_bucket(), new_bucket()
+    words = [by_spark, str(path), "--format", "json", "--value", "*"]
+    options = argument_parser().parse_args(words)
+    frame, value = frame_of(spark, options)
+    bulk_load(frame, by_spark, value=value)
+    assert contents(by_spark) == {
+        key.encode(): Stored(text.encode(), 0, 0) for key, text in objects.items()
+    }
+    result = CliRunner().invoke(main, ["load", by_command, str(path), "--key", "key"])
+    assert result.exit_code == 0, result.output
+    assert contents(by_command) == contents(by_spark)
+    # `*` leaves this column out.
+    options = argument_parser().parse_args([*words, "--option", "flagsColumn=seats"])
+    assert frame_of(spark, options)[1] == "*"
+
+
+@pytest.mark.parametrize("line", ['{"key": "a"} {"key": "b"}', '[{"key": "a"}]', "1", "\xff"])
+def test_a_line_that_is_not_one_object_is_refused_before_anything_is_written(
+    spark: SparkSession, tmp_path: Path, line: str
+) -> None:
+    """Spark takes the first of two, and each of an array."""
+    (tmp_path / "good.jsonl").write_text('{"key": "a"}\n')
+    (tmp_path / "bad.jsonl").write_text(f'{{"key": "b"}}\n{line}\n', "latin-1")
+    words = ["upr://h/b", str(tmp_path), "--format", "json", "--value", "*"]
+    with pytest.raises(PipelineError, match=r"bad.jsonl: some lines are no JSON objects") as caught:
+        frame_of(spark, argument_parser().parse_args(words))
+    assert caught.value.code == "UPR_ROWS_REFUSED"
 
 
 def test_without_a_folder_for_them_a_bad_row_fails_the_load(

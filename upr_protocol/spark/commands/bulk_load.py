@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Final
 
+import msgspec
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F
 
@@ -27,6 +28,14 @@ _CSV: Final = {
 }
 """As RFC 4180 has it. Otherwise Spark leaves the quotes around a value that has quotes in it, drops
 values that a row has too many, and takes the columns of a second file by their place."""
+
+_COLUMNS_LEFT_OUT: Final = frozenset(
+    {"operationcolumn", "flagscolumn", "expirycolumn", "cascolumn"}
+)
+"""Options that name columns which `*` leaves out of the values, in lower case."""
+
+_BLANKS: Final = " \t\r"
+"""What may stand around an object on its line."""
 
 _UNREADABLE_FILE: Final = re.compile(r"error while reading file (.+?)\.\s")
 _CAUSE: Final = re.compile(r"^Caused by: \S+: (.+?)(?: SQLSTATE.*)?$", re.MULTILINE)
@@ -67,11 +76,12 @@ def argument_parser() -> argparse.ArgumentParser:
 def work(spark: SparkSession, options: argparse.Namespace) -> int:
     """Loads."""
     with plain_csv_errors() if options.format == "csv" else nullcontext():
+        frame, value = frame_of(spark, options)
         result = bulk_load(
-            frame_of(spark, options),
+            frame,
             options.url,
             key=options.key,
-            value=options.value,
+            value=value,
             dead_letters=options.dead_letters,
             options=dict(options.option),
         )
@@ -103,28 +113,76 @@ def plain_csv_errors() -> Iterator[None]:
         ) from error
 
 
-def frame_of(spark: SparkSession, options: argparse.Namespace) -> DataFrame:
-    """The rows of the files.
+def frame_of(spark: SparkSession, options: argparse.Namespace) -> tuple[DataFrame, str]:
+    """The rows of the files, and the column of the values.
 
     Raises:
         PipelineError: CSV is not UTF-8. Or JSON has lines that are no objects, and values are whole
             rows.
     """
     if options.format == "parquet":
-        return spark.read.parquet(*options.paths)
+        return spark.read.parquet(*options.paths), options.value
     if options.format == "csv":
         _check_utf8(spark, options.paths)
-        return spark.read.options(**_CSV).csv(options.paths, header=options.header)
+        frame = spark.read.options(**_CSV).csv(options.paths, header=options.header)
+        return frame, options.value
     frame = spark.read.json(options.paths)
-    # Spark adds this column if a line is no object. With `*` it would be a field of all values.
-    corrupt_column = spark.conf.get("spark.sql.columnNameOfCorruptRecord")
-    if options.value.strip() == "*" and corrupt_column in frame.columns:
-        raise PipelineError(
-            "UPR_ROWS_REFUSED",
-            f"{', '.join(options.paths)}: some lines are no JSON objects, and each value would "
-            f"have the field {corrupt_column}: correct or remove them. Nothing was written",
-        )
-    return frame
+    if options.value.strip() != "*":
+        return frame, options.value
+    lines = _object_lines(spark, options.paths)
+    # Spark adds this column if a line is no object to it. It would be a field of all values.
+    if spark.conf.get("spark.sql.columnNameOfCorruptRecord") in frame.columns:
+        raise _no_objects_error(", ".join(options.paths))
+    write_options = {name.lower(): text.lower() for name, text in options.option}
+    if (
+        write_options.get("operation") == "apply"
+        or _COLUMNS_LEFT_OUT & write_options.keys()
+        # The names of folders, as `year=2024`, are columns, too.
+        or len(spark.read.text(options.paths).columns) > 1
+    ):
+        return frame, options.value
+    # The values are the objects as they are. From Spark's columns, each would have the fields of
+    # all others, as nulls; whole numbers a fraction, where others have one; and long ones be null.
+    value_column = "value"
+    while value_column in map(str.lower, frame.columns):
+        value_column += "_"
+    fields = F.from_json("line", frame.schema)
+    rows = lines.select(fields.alias("fields"), F.col("line").alias(value_column))
+    return rows.select("fields.*", value_column), value_column
+
+
+def _object_lines(spark: SparkSession, paths: list[str]) -> DataFrame:
+    """The lines that are not empty, as the column `line`.
+
+    Raises:
+        PipelineError: One is no JSON object.
+    """
+    line = F.btrim("value", F.lit(_BLANKS))
+    lines = spark.read.text(paths).select(line.alias("line"), F.input_file_name().alias("file"))
+    lines = lines.where("line != ''")
+    # Not by Arrow: that would need pandas.
+    is_object = F.udf(_is_object, "boolean", useArrow=False)
+    bad_line = lines.where(~is_object(F.col("line").cast("binary"))).select("file").first()
+    if bad_line is not None:
+        raise _no_objects_error(bad_line["file"])
+    return lines.select("line")
+
+
+def _is_object(line: bytearray) -> bool:
+    """Whether a line is one JSON object in UTF-8. Spark would take two as the first of them."""
+    try:
+        line.decode()
+        msgspec.json.decode(line, type=dict[str, msgspec.Raw])
+    except (UnicodeDecodeError, msgspec.DecodeError, RecursionError):
+        return False
+    return True
+
+
+def _no_objects_error(where: str) -> PipelineError:
+    return PipelineError(
+        "UPR_ROWS_REFUSED",
+        f"{where}: some lines are no JSON objects: correct or remove them. Nothing was written",
+    )
 
 
 def _check_utf8(spark: SparkSession, paths: list[str]) -> None:
