@@ -330,7 +330,9 @@ def test_a_replica_does_not_apply_a_batch_whose_answer_was_forgotten_before_it_w
         # Of an older attempt than the source has seen.
         old = batch_of(chunk, again[-1].token, attempt=0)
         assert batches.answer_unless_new(old, end) is Status.SUPERSEDED
-    # Nothing is to be said where the replica has heard of what was forgotten, or will now.
+    # Nothing is to be said where the snapshot has no effect of the writer, nor where the replica
+    # has heard of what was forgotten, or will now.
+    assert active.forgotten_between(SeqNo(0), SeqNo(0)) == []
     assert active.forgotten_between(SeqNo(3), SeqNo(3)) == []
     assert active.forgotten_between(SeqNo(0), SeqNo(4)) == []
 
@@ -369,7 +371,7 @@ def test_a_replica_that_takes_over_applies_no_batch_twice(
     replica = RepeatedBatches(MemoryAccount(), {}, SeqNo(0), bytes_max)
     chunk = Chunk.build([Mutation(Operation.SET, b"k", b"")])
     tokens: list[WriterToken] = []
-    forgotten_tokens: set[WriterToken] = set()
+    forgotten_writers: set[bytes] = set()
     heard = SeqNo(0)
     for step in steps:
         if step is not None:
@@ -382,6 +384,11 @@ def test_a_replica_that_takes_over_applies_no_batch_twice(
                 result = MutateResult(HistoryId(1), seq, seq, Cas(1), counters=counters)
                 source.remember(token, result, seq)
                 tokens.append(token)
+                forgotten_writers |= {
+                    token.writer
+                    for token in tokens
+                    if source.answers.newest_answer(token.writer) is None
+                }
             continue
         # The replica is half of what there is behind.
         end = SeqNo(heard + (len(tokens) - heard + 1) // 2)
@@ -391,14 +398,16 @@ def test_a_replica_that_takes_over_applies_no_batch_twice(
         heard = end
         for token in tokens:
             batch = batch_of(chunk, token)
-            if source.answers.newest_answer(token.writer) is None:
-                # With the writer: if it comes back, the replica has not heard of the batch.
-                forgotten_tokens.add(token)
-            elif token in forgotten_tokens:
+            is_first_lost = token.counter > end and next(
+                other.counter > end for other in tokens if other.writer == token.writer
+            )
+            if is_first_lost or (
+                token.counter > end and source.answers.answer_to(token)[0] is not None
+            ):
+                assert replica.is_new(batch), "its effect is lost"
+            elif token.counter > end or token.writer in forgotten_writers:
+                # Forgotten with the writer, it would be new at the source, too.
                 pass
-            elif token.counter > end:
-                if source.answers.answer_to(token)[0] is not None:
-                    assert replica.is_new(batch), "its effect is lost"
             elif replica.answers.newest_answer(token.writer) is not None:
                 assert not replica.is_new(batch)
             else:

@@ -39,6 +39,7 @@ typedef struct Writer {
     uint32_t count;
     uint64_t attempt;
     uint64_t nbytes;
+    uint64_t first_high;     /* the number of its first answer */
     uint64_t forgotten_high; /* the highest number of an answer that was pushed out */
     bool is_reduced; /* to its newest answer: nothing was heard from it for long */
 } Writer;
@@ -67,7 +68,6 @@ typedef struct {
     uint64_t answer_count;
     uint64_t applied_count; /* those of them that know where their batches had their effects */
     uint64_t forgotten_high; /* the highest of all writers', or more */
-    uint64_t forgotten_writers_high; /* of writers that were forgotten; who is new may be one */
     Answer *unsaved_first;
     Answer *unsaved_last;
     bool tracks_unsaved;
@@ -249,7 +249,7 @@ widen_homes(Answers *self)
 }
 
 static Writer *
-add_writer(Answers *self, const uint8_t *id)
+add_writer(Answers *self, const uint8_t *id, uint64_t high)
 {
     if (self->writer_count >= self->home_count && !widen_homes(self))
         return NULL;
@@ -259,7 +259,7 @@ add_writer(Answers *self, const uint8_t *id)
         return NULL;
     }
     memcpy(writer->id, id, WRITER_BYTES);
-    writer->forgotten_high = self->forgotten_writers_high;
+    writer->first_high = high;
     Writer **home = self->homes + home_of(self, id);
     writer->next = *home;
     *home = writer;
@@ -432,8 +432,6 @@ forget_writer(Answers *self, Writer *writer, uint64_t high)
     while (writer->count)
         if (!forget_oldest(self, writer, high))
             return false;
-    if (writer->forgotten_high > self->forgotten_writers_high)
-        self->forgotten_writers_high = writer->forgotten_high;
     remove_writer(self, writer);
     return true;
 }
@@ -538,7 +536,7 @@ keep(Answers *self, const uint8_t *id, uint64_t counter, PyObject *bytes, uint64
     Answer *answer = NULL;
     Writer *writer = find_writer(self, id);
     if (writer == NULL) {
-        writer = add_writer(self, id);
+        writer = add_writer(self, id, high);
         if (writer != NULL)
             forget_surplus_writers(self, high);
     }
@@ -807,11 +805,10 @@ moved_between(Answers *self, PyObject *const *args, Py_ssize_t count)
 static PyObject *
 assume_forgotten(Answers *self, PyObject *Py_UNUSED(ignored))
 {
-    for (Writer *writer = self->oldest; writer != NULL; writer = writer->behind)
+    for (Writer *writer = self->oldest; writer != NULL; writer = writer->behind) {
+        writer->first_high = 0;
         note_forgotten(self, writer, (*ring_at(writer, 0))->high);
-    if (self->order_count)
-        self->forgotten_writers_high = self->forgotten_high =
-            self->order[self->order_count - 1]->high;
+    }
     Py_RETURN_NONE;
 }
 
@@ -826,7 +823,8 @@ forgotten_between(Answers *self, PyObject *const *args, Py_ssize_t count)
     const Writer *writer = self->forgotten_high > start ? self->oldest : NULL;
     for (; list != NULL && writer != NULL; writer = writer->behind) {
         const Answer *oldest = *ring_at(writer, 0);
-        if (writer->forgotten_high <= start || oldest->high <= end || !oldest->counter)
+        if (writer->first_high > end || writer->forgotten_high <= start || oldest->high <= end ||
+            !oldest->counter)
             continue;
         PyObject *row = Py_BuildValue("y#KK", (const char *)writer->id, (Py_ssize_t)WRITER_BYTES,
                                       (unsigned long long)(oldest->counter - 1),
@@ -977,8 +975,6 @@ truncate_to(Answers *self, PyObject *const *args, Py_ssize_t count)
     truncate_unsaved(self, seq);
     if (self->forgotten_high > seq)
         self->forgotten_high = seq;
-    if (self->forgotten_writers_high > seq)
-        self->forgotten_writers_high = seq;
     uint64_t kept = bisect_above(self, seq), at = kept;
     for (; at < self->order_count && count_max; at++, count_max--) {
         Answer *answer = self->order[at];

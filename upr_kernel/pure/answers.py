@@ -57,12 +57,20 @@ class _Change:
 
 class _WriterAnswers:
     """One writer's answers by counter, the newest last; its newest counter, the highest attempt
-    seen, and the highest number at which one was given that was pushed out."""
+    seen, the number of its first answer, and the highest of those that were pushed out."""
 
-    __slots__ = ("attempt", "by_counter", "forgotten_high", "nbytes", "newest_counter")
+    __slots__ = (
+        "attempt",
+        "by_counter",
+        "first_high",
+        "forgotten_high",
+        "nbytes",
+        "newest_counter",
+    )
 
-    def __init__(self) -> None:
+    def __init__(self, first_high: int) -> None:
         self.attempt = 0
+        self.first_high = first_high
         self.forgotten_high = 0
         self.newest_counter = 0
         self.by_counter: dict[int, _Change] = {}
@@ -92,7 +100,6 @@ class Answers:
     __slots__ = (
         "_answer_count",
         "_forgotten_high",
-        "_forgotten_writers_high",
         "_limits",
         "_order",
         "_recent_writers",
@@ -133,9 +140,8 @@ class Answers:
         self._order: list[_Change] = []
         self.has_refused = False
         self._answer_count = 0
-        # The highest of all writers', or more; and that of writers that were forgotten: who is new
-        # may be one of them.
-        self._forgotten_high = self._forgotten_writers_high = 0
+        # The highest of all writers', or more.
+        self._forgotten_high = 0
         # By when each was last heard from.
         self._writers: OrderedDict[bytes, _WriterAnswers] = OrderedDict()
         # Those that are not reduced to their newest answers: all reduced ones come before them.
@@ -292,8 +298,7 @@ class Answers:
         return self.remember(writer, counter, bytes(packed), last_seq, attempt)
 
     def _add_writer(self, writer: bytes, high: int) -> _WriterAnswers:
-        self._writers[writer] = self._recent_writers[writer] = answers = _WriterAnswers()
-        answers.forgotten_high = self._forgotten_writers_high
+        self._writers[writer] = self._recent_writers[writer] = answers = _WriterAnswers(high)
         self.nbytes += self._limits.writer_bytes
         self._total_bytes += self._limits.writer_bytes
         if len(self._writers) > self._limits.writers_max:
@@ -312,8 +317,6 @@ class Answers:
         writer, answers = next(iter(self._writers.items()))
         while answers.by_counter:
             self._forget_oldest(answers, high)
-        lost_high = max(self._forgotten_writers_high, answers.forgotten_high)
-        self._forgotten_writers_high = lost_high
         self._remove_writer(writer)
 
     def _remove_writer(self, writer: bytes) -> None:
@@ -477,23 +480,26 @@ class Answers:
 
     def assume_forgotten(self) -> None:
         """All answers came from a disk, which does not tell what was pushed out: of each writer
-        there may have been older ones, and there may have been other writers. O(writers)."""
+        there may have been older ones. O(writers)."""
         for answers in self._writers.values():
+            answers.first_high = 0
             self._note_forgotten(answers, next(iter(answers.by_counter.values())).high)
-        if self._order:
-            self._forgotten_writers_high = self._forgotten_high = self._order[-1].high
 
     def forgotten_between(self, start: int, end: int, /) -> list[tuple[bytes, int, int]]:
-        """The writers of which answers given above `start` were pushed out, perhaps at or below
-        `end`, and of which none is remembered that was given at or below `end`: writer, the counter
-        below its oldest remembered one, and its highest attempt. O(writers), and O(1) where nothing
-        was pushed out."""
+        """The writers of which answers were pushed out that were given above `start`, at least one
+        at or below `end`, and of which none is remembered that was given at or below `end`: writer,
+        the counter below its oldest remembered one, and its highest attempt. O(writers), and O(1)
+        where nothing was pushed out."""
         if self._forgotten_high <= start:
             return []
         rows: list[tuple[bytes, int, int]] = []
         for writer, answers in self._writers.items():
             counter, oldest = next(iter(answers.by_counter.items()))
-            if answers.forgotten_high > start and oldest.high > end and counter:
+            if (
+                answers.first_high <= end < oldest.high
+                and answers.forgotten_high > start
+                and counter
+            ):
                 rows.append((writer, counter - 1, answers.attempt))
         return rows
 
@@ -536,7 +542,6 @@ class Answers:
         """
         self._truncate_unsaved(seq)
         self._forgotten_high = min(self._forgotten_high, seq)
-        self._forgotten_writers_high = min(self._forgotten_writers_high, seq)
         order = self._order
         begin = bisect_left(order, seq + 1, key=_HIGH)
         end = min(begin + count_max, len(order))

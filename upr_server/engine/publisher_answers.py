@@ -270,9 +270,9 @@ class PublisherAnswers:
         and O(1) where nothing was forgotten that was answered above `start`.
 
         Returns:
-            For each writer of which nothing is remembered up to `end`, but something above `start`
-            was forgotten: the highest token that counts as too old, and the writer's highest
-            attempt.
+            For each writer that was answered at or below `end` first, of which nothing is
+            remembered up to there, but something above `start` was forgotten: the highest token
+            that counts as too old, and the writer's highest attempt.
         """
         rows = self.kernel_answers.forgotten_between(start, end)
         return [(WriterToken(writer, counter), attempt) for writer, counter, attempt in rows]
