@@ -205,6 +205,12 @@ def test_parquet_with_two_columns_of_one_name_is_refused() -> None:
         read(sink.getvalue(), "parquet")
 
 
+def test_a_parquet_file_with_a_column_name_that_is_not_utf_8_is_refused() -> None:
+    data = parquet({"name": ["a"]}).replace(b"name", b"\xffame")
+    with pytest.raises(FileError, match="not a Parquet file"):
+        read(data, "parquet")
+
+
 def test_a_damaged_parquet_file_is_refused() -> None:
     data = bytearray(parquet({"a": [str(n) for n in range(10_000)]}))
     data[100:2000] = bytes(1900)

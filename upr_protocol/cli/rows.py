@@ -168,7 +168,7 @@ def _read_parquet(source: IO[bytes], null: frozenset[str]) -> tuple[list[str], R
     try:
         file = pq.ParquetFile(source)
         columns = list(file.schema_arrow.names)
-    except (pa.ArrowException, OSError) as error:
+    except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
         raise FileError(
             f"this is not a Parquet file: {error}; name its format with --format"
         ) from error

@@ -173,7 +173,8 @@ class IndexNode:
             return type(failure)(f"the indexer at {self.url}: {failure}")
         if type(error) is http.client.BadStatusLine:  # what came may be anything, and is not shown
             return BrokenError(f"the server at {self.url} is no indexer: it does not speak HTTP")
-        return BrokenError(f"the indexer at {self.url} does not answer: {error!s}")
+        reason = getattr(error, "strerror", None) or error
+        return BrokenError(f"the indexer at {self.url} does not answer: {reason}")
 
     def _begin(
         self, method: str, path: str, body: bytes, headers: dict[str, str]

@@ -37,6 +37,7 @@ from upr_protocol.client import (
     Event,
     Failure,
     FileStore,
+    IndexClient,
     RefusedKeysError,
     ResumeState,
     RolledBack,
@@ -239,6 +240,16 @@ def test_a_peer_that_speaks_another_protocol_is_rejected() -> None:
         with pytest.raises(RemoteProtocolError, match="not a UPR frame"):
             kv.get("k")
     assert own_end.fileno() == -1
+
+
+def test_a_server_that_is_not_there() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+    url = f"upr://127.0.0.1:{port}/b"
+    with pytest.raises(BrokenError, match=f"^cannot connect to {url}: Connection refused$"):
+        BlockingClient(url).get("k")
+    with pytest.raises(BrokenError, match="does not answer: Connection refused$"):
+        IndexClient(f"http://127.0.0.1:{port}").indexes()
 
 
 def test_a_peer_that_says_nothing() -> None:

@@ -78,7 +78,7 @@ class BlockingConnection:
         try:
             self.socket = options.dial(address, options.connect_timeout_s)
         except OSError as error:
-            raise BrokenError(f"cannot connect to {address}: {error}") from error
+            raise BrokenError(f"cannot connect to {address}: {error.strerror or error}") from error
         self.socket.setblocking(False)
         self._tls = self._encrypted(address, deadline)
         self._scratch = new_scratch()
