@@ -258,6 +258,7 @@ def test_a_checkpoint_of_one_bucket_is_refused() -> None:
         ({"buckets": "a", "bucketPattern": "a"}, "exclude each other"),
         ({"buckets": " , "}, "names no bucket"),
         ({"bucketPattern": "("}, "no regular expression"),
+        ({"bucketPattern": "a{99999999999}"}, "no regular expression"),
         ({"buckets": "a", "url": "upr://h/b"}, "it names no bucket"),
         ({"buckets": "a", "startingOffsets": '{"0": 1}'}, 'like {"planes": {"0": 17'),
         ({"buckets": "a", "startingOffsets": '{"b": {"0": 1}}'}, "names the bucket b"),

@@ -657,6 +657,10 @@ def test_a_foreign_offset_is_refused() -> None:
         ),
         ({**good, "partitions": {"0": "5 no log"}}, "another data source"),
         ({**good, "partitions": []}, "another data source"),
+        ({**good, "partitions": {"0": f"5 1{'0' * 16}@0"}}, "another data source"),
+        ({**good, "lease": "1" + "0" * 16}, "another data source"),
+        ({**good, "lease": "-1"}, "another data source"),
+        ({**good, "number_bytes": float("inf")}, "another data source"),
     ):
         with pytest.raises(PipelineError, match=sentence) as refusal:
             StreamOffset.of_json(wrong)

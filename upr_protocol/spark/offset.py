@@ -95,7 +95,8 @@ class PartitionOffset:
         entries = [entry.split("@") for entry in log.split(",")] if log else []
         return cls(
             FailoverLog.of_pairs(
-                (int(history, 16), _number(int(first_seq))) for history, first_seq in entries
+                (_number(int(history, 16)), _number(int(first_seq)))
+                for history, first_seq in entries
             ),
             seq,
             seq if start is None else _number(int(start)),
@@ -110,7 +111,9 @@ class PartitionOffset:
         start, end = document["snapshot"]
         rolled_back_from = document.get("came_from")
         return cls(
-            FailoverLog.of_pairs((int(text, 16), _number(seq)) for text, seq in document["log"]),
+            FailoverLog.of_pairs(
+                (_number(int(text, 16)), _number(seq)) for text, seq in document["log"]
+            ),
             _number(document["seq"]),
             _number(start),
             _number(end),
@@ -191,13 +194,13 @@ class StreamOffset:
             return cls(
                 str(document["bucket"]),
                 _partitions_of_json(document["partitions"], version),
-                int(document.get("lease", "0"), 16),
+                _number(int(document.get("lease", "0"), 16)),
                 None if initial is None else _partitions_of_json(initial, version),
                 bool(document.get("is_initial", False)),
                 int(document.get("number_bytes", 0)),
                 None if keys is None else str(keys),
             )
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
+        except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
             raise PipelineError(
                 "UPR_OFFSET",
                 f"the checkpoint holds an offset of another data source ({error!r}). "

@@ -286,7 +286,7 @@ def _buckets(options: SourceOptions) -> tuple[tuple[str, ...], re.Pattern[str] |
     if pattern_text is not None:
         try:
             pattern = re.compile(pattern_text)
-        except re.error as error:
+        except (re.error, OverflowError, RecursionError) as error:
             raise OptionError(
                 f"the option bucketPattern is {pattern_text!r}, and no regular expression: {error}"
             ) from error

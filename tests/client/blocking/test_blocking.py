@@ -248,7 +248,7 @@ def test_a_server_that_is_not_there() -> None:
     url = f"upr://127.0.0.1:{port}/b"
     with pytest.raises(BrokenError, match=f"^cannot connect to {url}: Connection refused$"):
         BlockingClient(url).get("k")
-    with pytest.raises(BrokenError, match="does not answer: Connection refused$"):
+    with pytest.raises(BrokenError, match=r"does not answer: Connection refused$"):
         IndexClient(f"http://127.0.0.1:{port}").indexes()
 
 
