@@ -62,7 +62,7 @@ from upr_protocol.errors import (
 from upr_protocol.ids import Durability, Operation, PartitionId, SeqNo
 from upr_protocol.limits import WINDOW_BYTES_MIN
 from upr_protocol.transport import write_available
-from upr_protocol.wire import Error, Message, Mutate, Noop, Stats, StatsReply
+from upr_protocol.wire import Await, Error, Message, Mutate, Noop, Stats, StatsReply
 
 T = TypeVar("T")
 
@@ -267,6 +267,16 @@ def test_a_request_without_an_answer_times_out(fake: ThreadedFake) -> None:
         # The connection is as good as before.
         kv.set("k", "v")
     assert fake.dialled == 1
+
+
+def test_a_server_that_is_to_wait_has_longer_for_its_answer(fake: ThreadedFake) -> None:
+    with client(fake) as kv:
+        write_result = kv.set("k", "v")
+    fake.server.held = {Await}
+    with client(fake, timeout_s=0.01) as kv:
+        with pytest.raises(TimeoutError, match="did not answer") as timed_out:
+            kv.await_durable(write_result, Durability.PERSISTED, timeout_s=0.2)
+        assert float(str(timed_out.value).split()[-2]) >= 0.2
 
 
 def test_a_change_fails_when_no_credit_arrives_in_time(fake: ThreadedFake) -> None:

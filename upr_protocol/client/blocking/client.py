@@ -330,11 +330,12 @@ class BlockingClient(KeyOperations[WriteResult]):
         timeout_s: float = 30.0,
     ) -> SeqNo:
         """Waits until a change is as durable as requested; gives the sequence number reached
-        then."""
-        return self.ask(
+        then. The request may take `timeout_s` more than others."""
+        return self._dispatcher.ask(
             calls.await_durable(
                 written.partition, written.history_id, written.seq, durability, copies, timeout_s
-            )
+            ),
+            wait_s=timeout_s,
         )
 
     def read_stream(

@@ -59,14 +59,15 @@ class BlockingDispatcher:
 
     # Requests about one partition, or about none.
 
-    def ask(self, call: Call[T]) -> T:
-        """Sends a request and waits for its answer; see `BlockingClient.ask`."""
-        return self.ask_all([call])[0]
+    def ask(self, call: Call[T], *, wait_s: float = 0.0) -> T:
+        """Sends a request and waits for its answer; see `BlockingClient.ask`. `wait_s` is how long
+        the server itself may wait before it answers."""
+        return self.ask_all([call], wait_s=wait_s)[0]
 
-    def ask_all(self, requests: Sequence[Call[T]]) -> list[T]:
+    def ask_all(self, requests: Sequence[Call[T]], *, wait_s: float = 0.0) -> list[T]:
         """Sends several requests at once, and gives their answers in the same order."""
         self.connect()
-        deadline = time.monotonic() + self._timeout_s
+        deadline = time.monotonic() + self._timeout_s + wait_s
         answers: dict[int, Message] = {}
         failure: UprError = BrokenError("no node could be asked")
         while missing_indices := [index for index in range(len(requests)) if index not in answers]:
