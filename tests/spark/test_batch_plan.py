@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from datetime import UTC, datetime, timedelta
 from functools import partial
 
@@ -16,7 +17,7 @@ from upr_protocol.errors import ServerError, Status
 from upr_protocol.ids import SEQ_MAX, PartitionId
 from upr_protocol.partition_map import Assignment
 from upr_protocol.spark import driver_connection
-from upr_protocol.spark.batch_reader import BatchReader, lease_unless_failed, plan
+from upr_protocol.spark.batch_reader import BatchReader, plan
 from upr_protocol.spark.driver_client import BucketDriverClient, DriverClient
 from upr_protocol.spark.errors import PipelineError
 from upr_protocol.spark.read_options import ReadOptions
@@ -28,6 +29,14 @@ NOW = datetime(2026, 1, 31, 12, tzinfo=UTC)
 
 def options_of(**options: str) -> ReadOptions:
     return ReadOptions.parse({"url": "upr://a,b/b", **options})
+
+
+def planned(options: ReadOptions, driver: DriverClient, lease_id: int) -> list[ReadTask]:
+    """The tasks of a read, whose lease is released if there are none."""
+    with ExitStack() as leases:
+        tasks = plan(options, driver, lease_id, leases)
+        leases.pop_all()
+    return tasks
 
 
 def ranges_of(tasks: list[ReadTask]) -> list[tuple[int, int, int]]:
@@ -62,7 +71,7 @@ class BusyBucket(ModelDriverClient):
 
 def seqs_read(bucket: BusyBucket, lease_id: int = 1, **options: str) -> list[int]:
     """The numbers of partition 0 that are read."""
-    tasks = plan(options_of(**options), bucket, lease_id)
+    tasks = planned(options_of(**options), bucket, lease_id)
     return [seq for _, start, end in ranges_of(tasks) for seq in range(start + 1, end + 1)]
 
 
@@ -121,15 +130,9 @@ def test_a_failover_between_the_numbers_at_a_time_and_the_rows_is_noticed(
         bucket.write(0, 0)
         bucket.times[0, seq] = NOW - timedelta(hours=1)
     with pytest.raises(PipelineError, match="there was a failover") as failed:
-        planned(options_of(**{bound: NOW.isoformat()}), bucket)
+        planned(options_of(**{bound: NOW.isoformat()}), bucket, 1)
     assert failed.value.code == "UPR_ROLLBACK"
     assert not bucket.leases
-
-
-def planned(options: ReadOptions, driver: DriverClient) -> list[ReadTask]:
-    """The tasks of a read, whose lease is released if there are none."""
-    with lease_unless_failed(driver, 1):
-        return plan(options, driver, 1)
 
 
 def timed_bucket() -> ModelDriverClient:
@@ -154,19 +157,19 @@ def test_an_action_after_one_that_met_a_failover_has_the_rows_since_a_time() -> 
 
     bucket.before_next_lease = fail_over
     with pytest.raises(PipelineError, match="there was a failover"):
-        planned(options, bucket)
-    assert ranges_of(plan(options, bucket, 1)) == [(0, 4, 24)]
+        planned(options, bucket, 1)
+    assert ranges_of(planned(options, bucket, 1)) == [(0, 4, 24)]
 
 
 def test_an_action_that_meets_a_restart_leaves_the_lease_of_those_before() -> None:
     bucket, options = timed_bucket(), options_of(startingTimestamp=NOW.isoformat())
     ranges = [(0, 6, 10)]
-    assert ranges_of(plan(options, bucket, 1)) == ranges
+    assert ranges_of(planned(options, bucket, 1)) == ranges
     bucket.write(0, 0)
     bucket.before_next_lease = lambda: bucket.fail_over(0, 11)
     with pytest.raises(PipelineError, match="there was a failover"):
-        planned(options, bucket)
-    assert ranges_of(plan(options, bucket, 1)) == ranges
+        planned(options, bucket, 1)
+    assert ranges_of(planned(options, bucket, 1)) == ranges
 
 
 @pytest.mark.parametrize("to", [4, 10])
@@ -182,10 +185,10 @@ def test_a_failover_between_the_ends_that_nothing_pins_and_their_logs_is_noticed
     for _ in range(10):
         bucket.write(0, 0)
     if to == 10:
-        assert ranges_of(plan(options_of(stability="any"), bucket, 1)) == [(0, 0, 10)]
+        assert ranges_of(planned(options_of(stability="any"), bucket, 1)) == [(0, 0, 10)]
         return
     with pytest.raises(PipelineError, match="there was a failover") as failed:
-        plan(options_of(stability="any"), bucket, 1)
+        planned(options_of(stability="any"), bucket, 1)
     assert failed.value.code == "UPR_ROLLBACK"
 
 
@@ -206,12 +209,12 @@ def test_an_action_after_a_takeover_lacks_no_rows_and_has_none_twice(
         highs = [partition.high for partition in nodes.cluster.any.partitions]
         ranges = [(partition, 0, high) for partition, high in enumerate(highs)]
         for _ in range(2):
-            assert ranges_of(plan(options_of(), driver, 7)) == ranges
+            assert ranges_of(planned(options_of(), driver, 7)) == ranges
         nodes.move({moved_partition: Assignment(active="b" if moved_partition == 0 else "a")})
         with pytest.raises(ServerError) as refused:
-            plan(options_of(), driver, 7)
+            planned(options_of(), driver, 7)
         assert refused.value.status is Status.RANGE_GONE
-        assert ranges_of(plan(options_of(), driver, 8)) == ranges
+        assert ranges_of(planned(options_of(), driver, 8)) == ranges
         driver.close()
 
 
@@ -249,3 +252,20 @@ def test_a_later_action_that_one_bucket_refuses_leaves_the_leases_of_those_befor
     with pytest.raises(PipelineError, match="limit reached"):
         reader.partitions()
     assert list(buckets["a"].leases) == [7]
+
+
+def test_an_action_whose_lease_is_broken_fails_each_time() -> None:
+    """It failed once, and released the lease: the next action had other rows than the first."""
+    buckets = {"a": ModelDriverClient(1), "b": ModelDriverClient(1)}
+    for bucket in buckets.values():
+        bucket.write(0, 0)
+        bucket.write(0, 0)
+    reader = reader_of(buckets)
+    assert reader.partitions()
+    buckets["b"].let_leases_lapse()
+    buckets["b"].compact(0)
+    for _ in range(2):
+        with pytest.raises(PipelineError) as failed:
+            reader.partitions()
+        assert failed.value.code == "UPR_RANGE_GONE"
+    assert [list(bucket.leases) for bucket in buckets.values()] == [[7], [7]]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 
 import attrs
 import pytest
@@ -143,7 +143,7 @@ def test_a_read_that_nothing_pins_has_keys_that_change_meanwhile() -> None:
     with served_keys(5) as (server, thread, options):
         options = attrs.evolve(options, durable=False)
         driver = BucketDriverClient(options)
-        (task,) = plan(options, driver, 0)
+        (task,) = plan(options, driver, 0, ExitStack())
         driver.close()
         thread.call(lambda: put_keys(server, 2))
         rows = [row for batch in read_task(task, options, columns) for row in batch.to_pylist()]

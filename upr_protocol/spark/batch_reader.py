@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 
 import attrs
 import pyarrow as pa
 from pyspark.sql.datasource import DataSourceReader, InputPartition
 from pyspark.sql.types import StructType
 
-from upr_protocol.client import PartitionInfo, PartitionNumbers
+from upr_protocol.client import HeldLease, PartitionInfo, PartitionNumbers
 from upr_protocol.errors import ServerError, Status
 from upr_protocol.ids import SEQ_MAX, HistoryId, PartitionId, SeqNo
 from upr_protocol.spark.driver_client import BucketDriverClient, DriverClient, holds_ranges
@@ -68,15 +68,18 @@ class BatchReader(DataSourceReader):
                         # First: a node that has lost changes has fewer numbers than the options
                         # say.
                         driver.renew_lease(self._lease_id)
-                    elif options.durable:
-                        leases.enter_context(lease_unless_failed(driver, self._lease_id))
                     tasks += plan(
-                        options, driver, self._lease_id, acquires_lease=self._acquires_lease
+                        options,
+                        driver,
+                        self._lease_id,
+                        leases,
+                        acquires_lease=self._acquires_lease,
                     )
                 except ServerError as error:
                     raise _not_readable(error, options) from error
                 finally:
                     driver.close()
+            leases.pop_all()
         return tasks or [ReadTask((), 0)]
 
     def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
@@ -111,31 +114,13 @@ def options_of_buckets(options: ReadOptions) -> list[ReadOptions]:
     return [options.of_bucket(name) for name in names]
 
 
-@contextmanager
-def lease_unless_failed(driver: DriverClient, lease_id: int) -> Iterator[None]:
-    """Releases the lease that an action acquires in a bucket, if the action cannot be planned: in
-    this bucket or, of several, in a later one. Nobody reads what it pins. It may also have been
-    granted on numbers of another history, and a lease keeps its ranges. A lease that is there
-    before is that of an earlier action, which reads perhaps.
-
-    Args:
-        driver: Asks the bucket; it may be closed when the context ends.
-        lease_id: The lease.
-    """
-    if _has_lease(driver, lease_id):
-        yield
-        return
-    is_planned = False
-    try:
-        yield
-        is_planned = True
-    finally:
-        if not is_planned:
-            driver.release_lease(lease_id)
-
-
 def plan(
-    options: ReadOptions, driver: DriverClient, lease_id: int, *, acquires_lease: bool = True
+    options: ReadOptions,
+    driver: DriverClient,
+    lease_id: int,
+    leases: ExitStack,
+    *,
+    acquires_lease: bool = True,
 ) -> list[ReadTask]:
     """The tasks of a read.
 
@@ -143,6 +128,9 @@ def plan(
         options: What is asked for.
         driver: Asks the bucket.
         lease_id: The lease that pins what is read.
+        leases: Is to release the lease if the action cannot be planned, in this bucket or, of
+            several, in a later one. Nobody reads then what it pins. It may also have been granted
+            on numbers of another history, and a lease keeps its ranges.
         acquires_lease: Whether to acquire it, if it is not there.
 
     Raises:
@@ -192,7 +180,13 @@ def plan(
         # To the end that is on disk when the lease is granted: nothing is overtaken there.
         to_the_end = isinstance(end, str)
         ranges = _pin_ranges(
-            driver, infos, bounds, lease_id, to_the_end=to_the_end, acquires_lease=acquires_lease
+            driver,
+            infos,
+            bounds,
+            lease_id,
+            leases,
+            to_the_end=to_the_end,
+            acquires_lease=acquires_lease,
         )
     if options.start_time is not None:
         ranges = list(_since(driver.seqnos_at_time(options.start_time), ranges))
@@ -237,6 +231,7 @@ def _pin_ranges(
     infos: Mapping[PartitionId, PartitionInfo],
     bounds: list[tuple[PartitionId, SeqNo, SeqNo]],
     lease_id: int,
+    leases: ExitStack,
     *,
     to_the_end: bool,
     acquires_lease: bool,
@@ -245,7 +240,7 @@ def _pin_ranges(
         ranges = [
             (partition, start, SEQ_MAX if to_the_end else end) for partition, start, end in bounds
         ]
-        lease = driver.acquire_lease(lease_id, ranges)
+        lease = _acquire(driver, lease_id, ranges, leases)
     else:
         lease = driver.renew_lease(lease_id)
         if not holds_ranges(lease, bounds):
@@ -258,6 +253,25 @@ def _pin_ranges(
         )
         for pinned in lease.ranges
     ]
+
+
+def _acquire(
+    driver: DriverClient,
+    lease_id: int,
+    ranges: Sequence[tuple[int, int, int]],
+    leases: ExitStack,
+) -> HeldLease:
+    # A lease that is there is that of an earlier action, which reads perhaps.
+    is_new = not _has_lease(driver, lease_id)
+    try:
+        return driver.acquire_lease(lease_id, ranges)
+    except ServerError as error:
+        # It is there, and not whole any more. Without it the next action would have other rows.
+        is_new &= error.status is not Status.RANGE_GONE
+        raise
+    finally:
+        if is_new:
+            leases.callback(driver.release_lease, lease_id)
 
 
 def _since(start: Mapping[int, int], ranges: Iterable[PartitionRange]) -> Iterator[PartitionRange]:
