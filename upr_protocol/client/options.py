@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from typing import Final
+from typing import Final, Self
 
 import attrs
 
@@ -20,6 +20,11 @@ IDENTITY_DEFAULT: Final = "client:python"
 
 CREDIT_TIMEOUT_S_DEFAULT: Final = 30.0
 """How long to wait for a server that grants no credit."""
+
+HASTY_TIMEOUT_S: Final = 2.0
+"""How long the first connection to a host may take where the URL names others that may be up: a
+machine that is off refuses nothing. A host that takes longer has the whole time if no other can be
+reached."""
 
 
 def new_nonce() -> str:
@@ -41,6 +46,11 @@ class DriverOptions:
     window_bytes: int = WINDOW_BYTES_DEFAULT
     idle_interval_s: int = IDLE_INTERVAL_S_DEFAULT
     connect_timeout_s: float = HANDSHAKE_TIMEOUT_S
+
+    def in_haste(self) -> Self:
+        """The options of a first attempt at a host that others follow."""
+        timeout_s = min(HASTY_TIMEOUT_S, self.connect_timeout_s)
+        return attrs.evolve(self, connect_timeout_s=timeout_s)
 
     def session(self, now: float) -> ClientSession:
         """A new session, with its `Hello` queued."""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import random
+import socket
 from collections.abc import Iterator
 
 import pytest
@@ -11,12 +13,16 @@ from tests.kit.mirror import Mirror
 from tests.kit.threaded import ThreadedCluster, trio_thread
 from upr_protocol.chunk import CounterDelta, Mutation
 from upr_protocol.client import (
+    Address,
     BarrierReached,
     BlockingClient,
     BlockingConsumer,
     WriteResult,
 )
 from upr_protocol.client.blocking import connection
+from upr_protocol.client.blocking.connection import SocketOptions
+from upr_protocol.client.blocking.connection_pool import BlockingConnectionPool
+from upr_protocol.client.options import HASTY_TIMEOUT_S
 from upr_protocol.errors import BrokenError, ServerError, Status
 from upr_protocol.ids import SEQ_MAX, Operation
 from upr_protocol.partition_map import Assignment
@@ -95,6 +101,35 @@ def test_a_bucket_that_was_created_again_is_found_by_its_new_map(nodes: Threaded
         for key in KEYS:
             kv.set(key, "2")
         assert [item and item.value for item in kv.get_many(KEYS)] == [b"2"] * 60
+
+
+def test_a_host_that_hangs_has_the_whole_time_only_if_no_other_answers(
+    nodes: ThreadedCluster,
+) -> None:
+    now = 0.0
+    dialled: list[tuple[str, float]] = []
+    hanging = {"a"}
+
+    def dial(address: Address, timeout_s: float) -> socket.socket:
+        nonlocal now
+        dialled.append((address.host, timeout_s))
+        if address.host in hanging:
+            now += timeout_s
+            raise TimeoutError("timed out")
+        return nodes.dial(address, timeout_s)
+
+    options = SocketOptions(connect_timeout_s=10.0, dial=dial, clock=lambda: now)
+    pool = BlockingConnectionPool(Address.parse(URL), options, random.random)
+    assert pool.to_any_node().address.host == "b"
+    assert dialled == [("a", HASTY_TIMEOUT_S), ("b", HASTY_TIMEOUT_S)]
+    pool.close()
+    hanging.update("bc")
+    dialled.clear()
+    pool = BlockingConnectionPool(Address.parse(URL), options, random.random)
+    with pytest.raises(BrokenError, match="timed out"):
+        pool.to_any_node()
+    assert [host for host, timeout_s in dialled if timeout_s == HASTY_TIMEOUT_S] == ["a", "b"]
+    assert [host for host, timeout_s in dialled if timeout_s == 10.0] == ["c", "a", "b"]
 
 
 def test_a_timeout_names_the_node_that_did_not_answer(nodes: ThreadedCluster) -> None:

@@ -6,7 +6,7 @@ asked for the partition map when a caller says that it may be stale.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Final
 
@@ -82,18 +82,29 @@ class BlockingConnectionPool:
                 return connection
         return self._connect_first(address.each_node())
 
-    def _connect_first(self, hosts: Iterable[Address]) -> BlockingConnection:
+    def _connect_first(self, hosts: Sequence[Address]) -> BlockingConnection:
+        """Connects to the first host that answers. The last one has the whole time, and the others
+        have it in a second round."""
         error: UprError = BrokenError("no node is known")
-        for host in hosts:
+        slow_hosts: list[Address] = []
+        for host in hosts[:-1]:
+            began_at, options = self._options.clock(), self._options.in_haste()
             try:
-                return self._connect(host)
+                return self._connect(host, options)
+            except UprError as failure:
+                error = failure
+                if self._options.clock() >= began_at + options.connect_timeout_s:
+                    slow_hosts.append(host)
+        for host in [*hosts[-1:], *slow_hosts]:
+            try:
+                return self._connect(host, self._options)
             except UprError as failure:
                 error = failure
         raise error
 
-    def _connect(self, host: Address) -> BlockingConnection:
+    def _connect(self, host: Address, options: SocketOptions) -> BlockingConnection:
         try:
-            connection = BlockingConnection(host, self._options)
+            connection = BlockingConnection(host, options)
         except UprError:
             self._unreachable_nodes.add(host)
             raise

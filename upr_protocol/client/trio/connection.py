@@ -60,7 +60,8 @@ class ConnectOptions(TypedDict, total=False):
     Attributes:
         identity: `what:who`, for the server's logs and statistics.
         idle_interval_s: After so much silence, each side tells the other that it is alive.
-        connect_timeout_s: How long a connection and its handshake may take.
+        connect_timeout_s: How long a connection and its handshake may take. Where the URL names
+            several hosts, the first attempt at each but the last takes 2 s at most.
         dial: Connects to an address, where plain TCP will not do.
         draw: Gives numbers in [0, 1), for the waits between attempts.
     """

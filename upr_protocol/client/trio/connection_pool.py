@@ -176,8 +176,8 @@ class ConnectionPool(Generic[H]):
         """Connects, and stays connected until the owner is finished. Cancelled, it closes its
         connections.
 
-        At first each host of the user's address is tried once: an address that never answered is
-        more likely wrong than down.
+        At first each host of the user's address is tried once, and once more if it was given less
+        than the whole time: an address that never answered is more likely wrong than down.
 
         Raises:
             UprError: Going on is of no use.
@@ -227,10 +227,13 @@ class ConnectionPool(Generic[H]):
                 self._stop(error.with_traceback(None))
 
     async def _keep_connected(self, node: _Node[H]) -> None:
-        attempts = 0
+        attempts, is_any_slow = 0, False
         while True:
             hosts = node.address.each_node()
-            error = await self._connect_once(node, hosts[attempts % len(hosts)])
+            # The last one has the whole time, and the others have it in a second round.
+            is_hasty = not self._was_connected and attempts < len(hosts) - 1
+            options = self._options.in_haste() if is_hasty else self._options
+            error = await self._connect_once(node, hosts[attempts % len(hosts)], options)
             was_up, node.connection, node.is_down = node.connection is not None, None, True
             if self._owner.is_finished:
                 self._stop(None)
@@ -238,7 +241,9 @@ class ConnectionPool(Generic[H]):
             # A connection that was lost is first made again to the same host.
             attempts += not was_up
             if not self._was_connected:
-                if attempts < len(hosts):
+                timed_out_at = node.dialled_at + options.connect_timeout_s
+                is_any_slow |= is_hasty and trio.current_time() >= timed_out_at
+                if attempts < (2 * len(hosts) - 1 if is_any_slow else len(hosts)):
                     continue
                 raise error
             self.last_failure = str(error)
@@ -249,13 +254,11 @@ class ConnectionPool(Generic[H]):
                 error = BrokenError(str(error)) if self.metadata.revision else error
             await trio.sleep(node.handler.retry.wait_after_failure_s(error, trio.current_time()))
 
-    async def _connect_once(self, node: _Node[H], host: Address) -> UprError:
+    async def _connect_once(self, node: _Node[H], host: Address, options: TrioOptions) -> UprError:
         """Connects to a node and waits until the connection ends; gives the reason."""
         node.dialled_at = trio.current_time()
         try:
-            async with open_connection(
-                host, self._options, node, self._opened_partitions
-            ) as connection:
+            async with open_connection(host, options, node, self._opened_partitions) as connection:
                 connected_at = trio.current_time()
                 await connection.ended.wait()
                 if trio.current_time() - connected_at >= STABLE_CONNECTION_S:
