@@ -9,7 +9,7 @@ from typing import Final
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from tests.kit.answer_rows import unpack_rows
 from tests.kit.answer_tokens import tokens_above
@@ -27,6 +27,7 @@ from upr_server.engine import (
     WriterToken,
     batch_of,
 )
+from upr_server.engine.batch import MutationBatch
 from upr_server.engine.memory_account import MemoryAccount
 from upr_server.engine.mutate_result import unpack_result
 from upr_server.engine.publisher_answers import BATCHES_MAX, UNBOUNDED, PublisherAnswers
@@ -34,6 +35,8 @@ from upr_server.engine.repeated_batches import RepeatedBatches
 from upr_server.engine.replica_progress import STEP_CALLS, ReplicaProgress
 
 NOW: Final = 1e9
+
+CHUNK: Final = Chunk.build([Mutation(Operation.SET, b"k", b"")])
 
 
 def new_replicated_partition(memory: MemoryAccount | None = None) -> Partition:
@@ -438,6 +441,24 @@ def test_a_replica_hears_of_all_tasks_of_a_stage_that_runs_again(task_count: int
     assert replica.answers_between(0, 4999) == rows
 
 
+def test_a_cut_forgets_a_batch_that_had_failed_here_and_was_then_applied_elsewhere() -> None:
+    """The node that had refused all of its operations follows the one that applied it, and is cut
+    to where both stood: the batch has no effect any more, and must be applied when it comes."""
+    token = WriterToken(bytes(16), 1)
+    batch = batch_of(CHUNK, token)
+    failed = MutateResult(HistoryId(1), SeqNo(11), SeqNo(10), Cas(0), [(0, Status.NOT_FOUND)])
+    applied = MutateResult(HistoryId(2), SeqNo(11), SeqNo(11), Cas(1))
+    old_active, active = (RepeatedBatches(MemoryAccount(), {}, SeqNo(10)) for _ in range(2))
+    old_active.remember(token, failed, SeqNo(10))
+    active.remember(token, applied, SeqNo(11))
+    old_active.add_received(active.answers_between(10, 11))
+    assert not old_active.is_new(batch)
+    assert tokens_above(old_active.answers, 10) == [token]
+    old_active.answers.truncate(10)
+    assert old_active.is_new(batch)
+    old_active.answers.check_invariants()
+
+
 class Replicated(RuleBasedStateMachine):
     """One partition's answers are given to another, which is cut like the first. All are within the
     window: what later answers have pushed out does not come back when these are cut."""
@@ -569,6 +590,144 @@ class Replicated(RuleBasedStateMachine):
 
 TestReplicated = Replicated.TestCase
 TestReplicated.settings = settings(max_examples=60, stateful_step_count=40)
+
+
+class Followed(RuleBasedStateMachine):
+    """Tasks run again while nodes that follow are behind: whenever one takes over, it knows the
+    batches of which it has the effects, and no others.
+
+    All batches are within the windows of their writers.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.active = RepeatedBatches(MemoryAccount(), {}, SeqNo(0))
+        self.high = 0
+        self.ends = {0}
+        """Where snapshots end."""
+        self.results: dict[WriterToken, MutateResult] = {}
+        """What was applied, by batch."""
+        self.failed: set[WriterToken] = set()
+        """Batches of which every operation failed, once at least. Any node may know of that."""
+        self.attempts = [1, 1]
+        self.sent = [0, 0]
+        """Batches that each task has sent in its attempt."""
+        self.followers = [(RepeatedBatches(MemoryAccount(), {}, SeqNo(0)), 0)] * 2
+        self.start_follower(0)
+
+    def batch(self, token: WriterToken) -> MutationBatch:
+        return batch_of(CHUNK, token, attempt=self.attempts[token.writer[0]])
+
+    @rule(
+        task=st.integers(0, 1),
+        count=st.integers(1, 3),
+        rows=st.sampled_from([0, 1, 1, 2]),
+        closes=st.booleans(),
+    )
+    def send(self, task: int, count: int, rows: int, *, closes: bool) -> None:
+        """Batches of one task. Those of no rows are of operations that all fail."""
+        for _ in range(count):
+            self.sent[task] += 1
+            token = WriterToken(bytes([task]) * 16, self.sent[task])
+            batch, result = self.batch(token), self.results.get(token)
+            answer = self.active.answer_unless_new(batch, SeqNo(self.high))
+            if isinstance(answer, MutateResult):
+                has_failed = answer.first_seq > answer.last_seq and token in self.failed
+                assert has_failed or (result is not None and answer.last_seq == result.last_seq)
+                continue
+            assert answer is None, answer
+            assert result is None
+            self.high += rows
+            first_seq, last_seq = SeqNo(self.high - rows + 1), SeqNo(self.high)
+            result = MutateResult(HistoryId(1), first_seq, last_seq, Cas(1), attempt=batch.attempt)
+            self.active.remember(token, result, last_seq)
+            if rows:
+                self.results[token] = result
+            else:
+                self.failed.add(token)
+            if closes:
+                self.ends.add(self.high)
+
+    @rule(task=st.integers(0, 1), count=st.integers(1, 3), closes=st.booleans())
+    def run_again(self, task: int, count: int, *, closes: bool) -> None:
+        self.attempts[task] += 1
+        self.sent[task] = 0
+        self.send(task, count, rows=1, closes=closes)
+
+    @rule(index=st.integers(0, 1))
+    def start_follower(self, index: int) -> None:
+        """It begins with nothing, or again after an operator has removed its data."""
+        self.followers[index] = RepeatedBatches(MemoryAccount(), {}, SeqNo(0)), 0
+
+    @rule(
+        index=st.integers(0, 1), skipped=st.sampled_from([0, 0, 1, 2]), count_max=st.integers(1, 5)
+    )
+    def follow(self, index: int, skipped: int, count_max: int) -> None:
+        """A snapshot is streamed; several collapsed ones, or one from disk, as one."""
+        batches, start = self.followers[index]
+        ends = sorted(end for end in self.ends if end > start)[: skipped + 1]
+        if not ends:
+            return
+        end = ends[-1]
+        piece = self.active.answers_between(start, end, count_max)
+        while piece:
+            batches.add_received(piece)
+            piece = self.active.answers_between(piece[-1][2], end, count_max, with_start=False)
+        self.followers[index] = batches, end
+
+    @rule(index=st.integers(0, 1))
+    def restart_follower(self, index: int) -> None:
+        batches, end = self.followers[index]
+        self.followers[index] = self.restarted(batches, end), end
+
+    @rule()
+    def restart(self) -> None:
+        self.active = self.restarted(self.active, self.high)
+        self.ends.add(self.high)
+
+    @staticmethod
+    def restarted(batches: RepeatedBatches, high: int) -> RepeatedBatches:
+        rows = batches.answers.answers_between(0, 1 << 40)
+        answers = {
+            WriterToken(writer, counter): unpack_result(answer)
+            for writer, counter, _, answer in rows
+        }
+        by_age = sorted(answers.items(), key=lambda item: (item[1].last_seq, item[0].counter))
+        return RepeatedBatches(MemoryAccount(), dict(by_age), SeqNo(high))
+
+    @precondition(lambda self: self.high > 8 or not self.high)
+    @rule(index=st.integers(0, 1))
+    def fail_over(self, index: int) -> None:
+        """A follower takes over. The node that was active follows, and so does the other: both are
+        cut to what the new one has."""
+        old_active, (self.active, end) = self.active, self.followers[index]
+        other, other_end = self.followers[1 - index]
+        for batches in (old_active, other):
+            batches.answers.truncate(end)
+        self.followers = [(old_active, min(self.high, end)), (other, min(other_end, end))]
+        self.high = end
+        self.ends = {known for known in self.ends if known <= end}
+        self.results = {
+            token: result for token, result in self.results.items() if result.last_seq <= end
+        }
+        for task in range(2):
+            self.attempts[task] += 1
+            self.sent[task] = 0
+
+    @invariant()
+    def followers_know_what_they_have(self) -> None:
+        for batches, end in [*self.followers, (self.active, self.high)]:
+            batches.answers.check_invariants()
+            for token, result in self.results.items():
+                is_new = batches.is_new(self.batch(token))
+                assert is_new == (result.last_seq > end) or token in self.failed
+                assert not is_new or result.last_seq > end, (token, result, end)
+            for _, _, _, answer in batches.answers.answers_between(0, 1 << 40):
+                assert unpack_result(answer).last_seq <= end, "an effect that was undone"
+
+
+TestFollowed = Followed.TestCase
+TestFollowed.settings = settings(max_examples=100, stateful_step_count=40)
 
 
 @settings(max_examples=200)

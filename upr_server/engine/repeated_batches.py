@@ -233,6 +233,9 @@ class RepeatedBatches:
             elif newest[0] == token and newest[1] != answer:
                 result = unpack_result(answer)
                 self.answers.replace_newest(token, answer, seq, result.attempt)
+                # The answer before may have been another one: all operations of the batch failed
+                # here once, and succeeded at the node that became active.
+                self.answers.note_applied(token, min(result.last_seq, seq))
 
 
 def _first_answer(row: tuple[bytes, int, SeqNo, bytes]) -> tuple[bytes, int, SeqNo, bytes]:
