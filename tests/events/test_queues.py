@@ -20,6 +20,7 @@ from upr_protocol.bucket_event import (
 from upr_protocol.ids import HistoryId
 from upr_protocol.limits import CONSUMERS_MAX, CONSUMERS_OF_USER_MAX, DESIGNS_MAX
 from upr_server.engine import Bucket
+from upr_server.events import queues as queues_module
 from upr_server.events.producer import Producer
 from upr_server.events.queues import (
     _KINDS_REMEMBERED_MAX,
@@ -241,6 +242,29 @@ def test_a_bucket_that_is_created_many_times_has_one_counter() -> None:
         BucketEvent("b", 5, BucketFate.DELETED),
         BucketEvent("ba", 5, BucketFate.CREATED),
     ]
+
+
+def test_a_consumer_that_missed_too_many_deleted_buckets_looks_at_everything(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(queues_module, "COUNTERS_MAX", 20)
+    queues = EventQueues()
+    for consumer in ("absent", "away", "asking", ".own"):
+        queues.register(consumer, TIMEOUT_S, now=0.0)
+    for consumer in ("asking", ".own"):
+        queue = queues.get(consumer)
+        assert queue is not None
+        queue.asker = object() if consumer == "asking" else None
+    producer = Producer(queues, lambda: None)
+    for number in range(1, 31):
+        bucket = Bucket(f"b{number}", new_history_id=lambda: HistoryId(1), partition_count=1)
+        producer.bucket_created(bucket)
+        producer.bucket_deleted(bucket)
+        assert (queues.get("absent") is None) == (number > 20)
+        # One at a time.
+        assert (queues.get("away") is None) == (number > 21)
+    assert queues.report_health("absent", TIMEOUT_S, now=1.0) is None
+    assert all(queues.get(consumer) is not None for consumer in ("asking", ".own"))
 
 
 def test_dead_consumers_are_removed_with_their_queues_and_others_are_not() -> None:

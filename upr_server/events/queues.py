@@ -3,7 +3,8 @@
 Nothing is appended to a queue, so an absent consumer costs the server buckets, not events. A queue
 counts only what its consumer's filter lets through. One
 loop owns the queues and no method here waits. So each call is atomic, and no count can come
-between a poll's read and its reset. Their size is bounded by consumers × buckets × `DESIGNS_MAX`.
+between a poll's read and its reset. Their size is bounded by consumers × buckets × `DESIGNS_MAX`,
+and by consumers × `COUNTERS_MAX` for buckets that were deleted.
 
 The queues live in memory. A clean stop saves them (`to_bytes`); a crash loses them, and every
 consumer then registers anew and looks at everything.
@@ -31,6 +32,11 @@ from upr_server.events.packed_counter import IDLE, UPDATE
 _DESIGN: Final = int(EventKind.DESIGN)
 _UPDATED: Final = int(EventKind.UPDATED) | _DESIGN
 # Plain numbers: an enum's operators are slow.
+
+COUNTERS_MAX: Final = 16 * 1024
+"""Of so many buckets a queue counts what became of them while its consumer does not ask: some 6 MB.
+A node has a few hundred buckets, but there is no bound for those that are created and deleted
+again. A consumer that has missed more has to look at everything."""
 
 _KINDS_REMEMBERED_MAX: Final = 1024
 """Of how many buckets a queue remembers what its filters say of them."""
@@ -305,6 +311,16 @@ class EventQueues:
         for name in dead:
             del self._queues[name]
         return dead, min((queue.deadline for queue in self), default=float("inf"))
+
+    def remove_overgrown(self) -> None:
+        """Removes a queue whose consumer has missed too much, and does not ask. (The node's own are
+        polled each second.) To be called whenever a bucket was deleted. It removes one at a time:
+        to free its memory takes a millisecond or two."""
+        for name, queue in self._queues.items():
+            is_overgrown = len(queue.counters) > COUNTERS_MAX and queue.asker is None
+            if is_overgrown and not is_own_consumer(name):
+                del self._queues[name]
+                return
 
     @property
     def consumer_count(self) -> int:
