@@ -14,11 +14,14 @@ from tests.storage.log_model import chunk_of, record_of, row
 from upr_protocol.ids import Operation, SeqNo
 from upr_server.storage.calls import Commit
 from upr_server.storage.chunk_log import PartitionWrite
+from upr_server.storage.errors import DataDirectoryError
 from upr_server.storage.messages import (
     ITEM_BYTES,
     STEP_ITEMS,
+    CallFailure,
     RequestPacking,
     StoreRequest,
+    Unpacker,
     message_head,
     pack_message,
 )
@@ -70,3 +73,10 @@ def test_answers_of_many_bytes_are_packed_one_string_in_each_step() -> None:
     step_count = sum(1 for _ in packing.steps())
     assert step_count > len(answers)
     assert max(map(len, packing.parts)) < (1 << 20) + 100
+
+
+def test_a_failure_may_name_a_file_whose_name_is_no_text() -> None:
+    failure = CallFailure.of(DataDirectoryError("b\udcff cannot be deleted"))
+    message, _ = pack_message(failure)
+    assert Unpacker().unpack(message, CallFailure, ()) == failure
+    assert str(failure.error()) == r"b\udcff cannot be deleted"

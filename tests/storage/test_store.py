@@ -427,6 +427,56 @@ def test_a_bucket_that_cannot_be_deleted_can_be_deleted_later(
     directory.delete("b")
 
 
+def test_a_bucket_behind_a_symbolic_link_can_be_deleted(tmp_path: Path) -> None:
+    data = tmp_path / "data"
+    prepare(data)
+    directory = DataDirectory(data, bytes_max=MAP_BYTES)
+    directory.create("b", lambda _log, _index: None)
+    folder, elsewhere = data / "buckets" / "b", tmp_path / "elsewhere"
+    folder.rename(elsewhere)
+    (elsewhere / "lost+found").mkdir()
+    folder.symlink_to(elsewhere)
+    directory.delete("b")
+    assert list((data / "buckets").iterdir()) == []
+    assert [path.name for path in elsewhere.iterdir()] == ["lost+found"]
+    # A crash may have come between.
+    (data / "buckets" / ".deleted-b").symlink_to(elsewhere)
+    assert directory.remove_leftovers() == {}
+    assert list((data / "buckets").iterdir()) == []
+    directory.create("b", lambda _log, _index: None)
+
+
+def test_a_symbolic_link_to_a_disk_that_is_not_mounted_is_a_damaged_bucket(tmp_path: Path) -> None:
+    """Its name must not be taken for that of a bucket that does not exist."""
+    prepare(tmp_path)
+    directory = DataDirectory(tmp_path, bytes_max=MAP_BYTES)
+    (tmp_path / "buckets" / "b").symlink_to(tmp_path / "not mounted")
+    loaded = LoadBuckets().run_on(StorageServer(directory))
+    assert list(loaded.damaged_buckets) == ["b"]
+    assert "b/log/data.mdb is missing" in loaded.damaged_buckets["b"]
+    directory.delete("b")
+    assert list((tmp_path / "buckets").iterdir()) == []
+
+
+def test_a_directory_that_is_mounted_for_reading_is_told_as_such(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prepare(tmp_path)
+    monkeypatch.setattr(os, "access", lambda _path, _mode: False)
+    monkeypatch.setattr(os, "statvfs", lambda _path: SimpleNamespace(f_flag=os.ST_RDONLY))
+    with pytest.raises(DataDirectoryError, match=r"Read-only file system; mount its file system"):
+        prepare(tmp_path)
+
+
+async def test_a_folder_whose_name_is_no_text_is_a_damaged_bucket(tmp_path: Path) -> None:
+    prepare(tmp_path)
+    (tmp_path / "buckets" / "b\udcff").mkdir()
+    async with open_store(tmp_path) as store:
+        loaded = await store.ask(LoadBuckets())
+    assert list(loaded.damaged_buckets) == ["b\\udcff"]
+    assert r"b\udcff/log/data.mdb is missing" in loaded.damaged_buckets["b\\udcff"]
+
+
 def test_a_disk_without_space_refuses_a_new_bucket(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -17,7 +17,7 @@ from upr_protocol.partition_map import PartitionMap, PartitionMapError
 from upr_server.engine import FetchRequest
 from upr_server.storage.bucket_storage import BucketStorage, MaintenanceStep
 from upr_server.storage.chunk_log import PartitionWrite, StoredAnswer, StoredBucket
-from upr_server.storage.errors import CorruptionError
+from upr_server.storage.errors import CorruptionError, encodable
 from upr_server.storage.key_index import ExpiredItem
 from upr_server.storage.records import BucketRecord, LeaseRecord, PartitionRecord
 from upr_server.storage.storage_server import StorageServer
@@ -99,7 +99,9 @@ class LoadBuckets(StoreCall[LoadedBuckets], frozen=True):
     def run_on(self, server: StorageServer) -> LoadedBuckets:
         buckets: list[StoredBucket] = []
         damaged_buckets: dict[str, str] = {}
-        leftovers = server.remove_leftovers()
+        leftovers = {
+            encodable(name): encodable(reason) for name, reason in server.remove_leftovers().items()
+        }
         for name in server.names():
             try:
                 bucket = server.bucket_storage(name).open()
@@ -110,7 +112,7 @@ class LoadBuckets(StoreCall[LoadedBuckets], frozen=True):
                 buckets.append(bucket)
             except CorruptionError as error:
                 server.close_bucket(name)
-                damaged_buckets[name] = str(error)
+                damaged_buckets[encodable(name)] = encodable(str(error))
         return LoadedBuckets(buckets, damaged_buckets, leftovers)
 
 

@@ -45,6 +45,9 @@ from upr_server.storage.users_file import UsersFile
 
 FORMAT_TEXT: Final = f"upr {FORMAT_VERSION}\n"
 
+PARTS: Final = ("log", "index")
+"""What is in a bucket's folder."""
+
 
 def default_data_dir() -> Path:
     """The data directory of a user who names none."""
@@ -74,11 +77,16 @@ def prepare(path: Path) -> None:
             # This comes last: a directory with this file is complete.
             replace_file(format_path, FORMAT_TEXT.encode())
         if not os.access(path / "buckets", os.W_OK):
-            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+            is_read_only = os.statvfs(path / "buckets").f_flag & os.ST_RDONLY
+            code = errno.EROFS if is_read_only else errno.EACCES
+            raise OSError(code, os.strerror(code))
     except OSError as error:
+        advice = "give the server's user write permission"
+        if error.errno == errno.EROFS:
+            advice = "mount its file system for writing"
         raise DataDirectoryError(
-            f"{path} cannot be written: {error.strerror}; give the server's user write permission, "
-            "or choose another directory with --data-dir"
+            f"{path} cannot be written: {error.strerror}; {advice}, or choose another directory "
+            "with --data-dir"
         ) from error
 
 
@@ -182,6 +190,22 @@ def lock(path: Path) -> int | None:
     return descriptor
 
 
+def _remove(folder: Path) -> None:
+    """Removes the folder of a bucket. An operator may have put a symbolic link in its place: of
+    where that leads to, perhaps the top of a disk, only what is ours goes.
+
+    Raises:
+        OSError: It cannot be removed.
+    """
+    if not folder.is_symlink():
+        shutil.rmtree(folder)
+        return
+    for part in PARTS:
+        if (folder / part).exists():
+            shutil.rmtree(folder / part)
+    folder.unlink()
+
+
 class DataDirectory:
     """The buckets of a data directory: a `BucketDirectory` of LMDB environments.
 
@@ -213,13 +237,14 @@ class DataDirectory:
         for folder in self._folders():
             if folder.name.startswith("."):
                 try:
-                    shutil.rmtree(folder)
+                    _remove(folder)
                 except OSError as error:
                     failures[folder.name] = str(error)
         return failures
 
     def _folders(self) -> list[Path]:
-        return [path for path in self._path.iterdir() if path.is_dir()]
+        # The folder that a symbolic link leads to may be on a disk that is not mounted now.
+        return [path for path in self._path.iterdir() if path.is_dir() or path.is_symlink()]
 
     def open(self, name: str) -> tuple[OrderedMap, OrderedMap]:
         """Opens log and index of a bucket.
@@ -322,7 +347,7 @@ class DataDirectory:
             os.close(descriptor)
 
     def _make(self, new_path: Path, fill: Callable[[OrderedMap, OrderedMap], None]) -> None:
-        parts = [new_path / part for part in ("log", "index")]
+        parts = [new_path / part for part in PARTS]
         for part in parts:
             part.mkdir(parents=True)
         log, index = self._open(new_path)
@@ -342,13 +367,13 @@ class DataDirectory:
         """
         folder, deleted_folder = self._path / name, self._path / f".deleted-{name}"
         try:
-            if deleted_folder.exists():
+            if os.path.lexists(deleted_folder):
                 # A deletion that failed left it.
-                shutil.rmtree(deleted_folder)
-            if folder.exists():
+                _remove(deleted_folder)
+            if os.path.lexists(folder):
                 folder.rename(deleted_folder)
                 sync_path(self._path)
-                shutil.rmtree(deleted_folder)
+                _remove(deleted_folder)
         except OSError as error:
             raise DataDirectoryError(
                 f"{folder} cannot be deleted: {error}; give the server's user write permission, "

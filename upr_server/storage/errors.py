@@ -5,6 +5,12 @@ from __future__ import annotations
 from upr_protocol.errors import UprError
 
 
+def encodable(text: str) -> str:
+    """A text that names a file, with escapes in place of bytes of the name that are no UTF-8. As
+    Python gives such a name, it cannot be sent from one process to another."""
+    return text.encode(errors="backslashreplace").decode()
+
+
 class StorageError(UprError):
     """The base of all errors of the disk."""
 

@@ -22,6 +22,7 @@ from upr_server.storage.errors import (
     DiskFullError,
     StorageError,
     StoreFailedError,
+    encodable,
 )
 from upr_server.storage.shared_slots import NO_SLOT
 
@@ -87,10 +88,10 @@ class CallFailure(msgspec.Struct, frozen=True):
     def of(cls, error: Exception) -> CallFailure:
         """The failure for `error`. An error that is not a `StorageError` is a bug, and after it
         the state of the disk is unknown."""
-        kind = type(error).__name__
+        kind, sentence = type(error).__name__, encodable(str(error))
         if kind not in _ERRORS:
-            return cls(StoreFailedError.__name__, f"bug in the store: {kind}: {error}")
-        return cls(kind, str(error))
+            return cls(StoreFailedError.__name__, f"bug in the store: {kind}: {sentence}")
+        return cls(kind, sentence)
 
     def error(self) -> StorageError:
         """The exception."""

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Final
 
 from upr_protocol.durable_files import FULL_DISK_ERRORS, replace_file
-from upr_server.storage.errors import DataDirectoryError, DiskFullError
+from upr_server.storage.errors import CorruptionError, DataDirectoryError, DiskFullError
 from upr_server.storage.records import with_checksum, without_checksum
 
 _KEY: Final = b"users"
@@ -80,7 +80,13 @@ class UsersFile:
                 f"{self._path} has the mode {mode:o}: others can read or change who may do what; "
                 f"run chmod {_MODE:o} on it, and change the passwords if somebody may have read it"
             )
-        return without_checksum(_KEY, stored_value)
+        try:
+            return without_checksum(_KEY, stored_value)
+        except CorruptionError as error:
+            raise CorruptionError(
+                f"{self._path} is damaged; copy it from a backup, or move it away, and run "
+                "`upr-server init` to get the users from another node or to begin with new ones"
+            ) from error
 
     def _unreadable(self, error: OSError) -> DataDirectoryError:
         return DataDirectoryError(f"{self._path} cannot be read: {error.strerror}")

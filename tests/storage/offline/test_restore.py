@@ -192,5 +192,7 @@ def test_another_directory_is_refused(tmp_path: Path) -> None:
 
 def test_a_bucket_without_a_log_is_refused(data: Path) -> None:
     (data / "buckets" / BUCKET / "log" / "data.mdb").unlink()
-    with pytest.raises(CorruptionError, match=r"data.mdb is missing"):
+    with pytest.raises(
+        CorruptionError, match=rf"{BUCKET} .*data.mdb is missing.* repeat the command"
+    ):
         begin_new_histories(data)

@@ -43,16 +43,22 @@ def begin_new_histories(path: Path) -> list[RestoredBucket]:
         directory = DataDirectory(path)
         with suppress(CorruptionError):  # a damaged file is removed as well
             directory.event_queues.take()
-        return [_begin(directory, name) for name in directory.names()]
+        return [_begin(path, directory, name) for name in directory.names()]
 
 
-def _begin(directory: DataDirectory, name: str) -> RestoredBucket:
-    log, index = directory.open(name)
+def _begin(path: Path, directory: DataDirectory, name: str) -> RestoredBucket:
     try:
-        chunk_log = ChunkLog(log)
-        record = chunk_log.load().record
-        chunk_log.remove_clean_mark()
-    finally:
-        log.close()
-        index.close()
+        log, index = directory.open(name)
+        try:
+            chunk_log = ChunkLog(log)
+            record = chunk_log.load().record
+            chunk_log.remove_clean_mark()
+        finally:
+            log.close()
+            index.close()
+    except CorruptionError as error:
+        raise CorruptionError(
+            f"bucket {name} of the copy is damaged: {error}; copy it again, or move its folder out "
+            f"of {path / 'buckets'}; then repeat the command for the other buckets"
+        ) from error
     return RestoredBucket(name, record.partition_count)
