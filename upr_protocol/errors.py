@@ -120,7 +120,9 @@ ADVICE: Final[dict[Status, str]] = {
     Status.BUCKET_DELETED: "nothing to do: the bucket is gone",
     Status.SHUTTING_DOWN: "connect again after a pause, to this node or another",
     Status.RIGHT_REVOKED: "log in as a user who may still read the bucket, or stop",
-    Status.BAD_MAGIC: "use the UPR protocol on this port",
+    Status.BAD_MAGIC: (
+        "use the UPR protocol on this port, as uprs:// if the server speaks TLS, or else as upr://"
+    ),
     Status.BAD_VERSION: "use a protocol version that the server supports",
     Status.BAD_CHECKSUM: "connect again; if it happens again, check the network and the client",
     Status.FRAME_TOO_LONG: "keep frames within the limits in `HelloReply`",

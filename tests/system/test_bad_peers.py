@@ -31,7 +31,7 @@ from tests.kit.proxy import proxy_to
 from upr_kernel import pack_header
 from upr_protocol.chunk import Buffer, Bundle, ChunkBuilder, CounterDelta
 from upr_protocol.client import connect, consume, publisher
-from upr_protocol.errors import ServerError, Status
+from upr_protocol.errors import ADVICE, ServerError, Status
 from upr_protocol.failover import NOTHING_YET, FailoverLog, Position
 from upr_protocol.hashing import partition_of
 from upr_protocol.ids import Operation, PartitionId, PartitionState, SeqNo
@@ -190,9 +190,7 @@ async def test_another_protocol() -> None:
     """What a browser would hear."""
     async with attacked() as server, peer(server.host, server.port, greeted=False) as bad:
         await bad.send_bytes(b"GET / HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n")
-        assert (
-            await bad.expect_error(Status.BAD_MAGIC)
-        ).advice == "use the UPR protocol on this port"
+        assert (await bad.expect_error(Status.BAD_MAGIC)).advice == ADVICE[Status.BAD_MAGIC]
 
 
 async def test_another_version() -> None:

@@ -218,7 +218,7 @@ class AcceptedConnection:
         stream = self._stream.transport
         assert isinstance(stream, trio.abc.HalfCloseableStream)
         self._stream = stream
-        self.session.fail(Status.BAD_MAGIC, "this server speaks TLS: write uprs:// for upr://")
+        self.session.fail(Status.BAD_MAGIC, "this server speaks TLS")
         with suppress(trio.BrokenResourceError, trio.ClosedResourceError):
             write_now(self._stream, self.session.take_outgoing(trio.current_time()))
             await self._close_gracefully()
