@@ -28,7 +28,7 @@ from tests.kit.certificates import Certificates
 from tests.kit.memory_network import HOST, PARTITIONS, MemoryNetwork, check, node
 from tests.kit.process import children_of
 from tests.server.test_backfill import Model
-from tests.server.test_reply_order import Reply
+from tests.server.test_reply_order import Reply, new_order
 from tests.server.test_step_writes import Recorder
 from tests.storage.log_model import record_of
 from tests.storage.test_store import BUCKET, create, some_write
@@ -51,7 +51,7 @@ from upr_server.net import AcceptedConnection, ConnectionServer
 from upr_server.net.backlog import REPLIES_BYTES_MAX, ConnectionBacklog
 from upr_server.net.connection_ends import ENDS_MAX, ConnectionEnds
 from upr_server.net.frame_budget import FrameBudget, UnfinishedFrame
-from upr_server.net.replies import STEP_REPLIES, ReplyOrder, ReplySteps
+from upr_server.net.replies import STEP_REPLIES, ReplySteps
 from upr_server.net.step_writes import WOKEN_MAX, StepWrites
 from upr_server.net.turns import BudgetedTurns, NetworkQueue, NetworkTurns, Turns
 from upr_server.replication import MapExchange, PartitionMaps, UserExchange
@@ -505,7 +505,7 @@ async def test_replies_that_are_sent_some_in_each_turn() -> None:
         async with trio.open_nursery() as nursery:
             nursery.start_soon(steps.run)
             await trio.lowlevel.checkpoint()
-            order = ReplyOrder(steps)
+            order = new_order(steps)
             replies = [Reply(number, [0], sent_numbers) for number in range(reply_count)]
             for reply in replies:
                 order.add(reply)

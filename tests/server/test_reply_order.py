@@ -12,6 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from upr_protocol.ids import PartitionId
+from upr_protocol.session import ServerSession
+from upr_server.net.backlog import ConnectionBacklog
 from upr_server.net.replies import STEP_REPLIES, STEP_ROWS, OrderedReply, ReplyOrder, ReplySteps
 
 
@@ -31,6 +33,10 @@ class Reply(OrderedReply):
         return self._row_count
 
 
+def new_order(steps: ReplySteps) -> ReplyOrder:
+    return ReplyOrder(steps, ConnectionBacklog(ServerSession("server", now=0.0), lambda: None))
+
+
 _PARTITIONS = st.frozensets(st.integers(0, 4), min_size=1).map(sorted)
 
 
@@ -38,7 +44,7 @@ _PARTITIONS = st.frozensets(st.integers(0, 4), min_size=1).map(sorted)
 def test_replies_leave_in_order_a_partition_and_as_soon_as_that_allows(
     requests: list[list[int]], chance: random.Random
 ) -> None:
-    order, sent_opaques = ReplyOrder(ReplySteps()), list[int]()
+    order, sent_opaques = new_order(ReplySteps()), list[int]()
     replies = [Reply(n, partitions, sent_opaques) for n, partitions in enumerate(requests)]
     for reply in replies:
         order.add(reply)
@@ -68,7 +74,7 @@ def _sendable(requests: list[list[int]], completed: set[int]) -> set[int]:
 
 
 def test_a_thousand_replies_may_wait_for_one() -> None:
-    order, sent_opaques = ReplyOrder(ReplySteps()), list[int]()
+    order, sent_opaques = new_order(ReplySteps()), list[int]()
     replies = [Reply(n, [0], sent_opaques) for n in range(1000)]
     for reply in replies:
         order.add(reply)
@@ -83,7 +89,7 @@ async def test_replies_that_waited_for_one_are_sent_some_in_each_turn(
     steps = ReplySteps()
     nursery.start_soon(steps.run)
     await trio.testing.wait_all_tasks_blocked()
-    order, sent_opaques = ReplyOrder(steps), list[int]()
+    order, sent_opaques = new_order(steps), list[int]()
     count = 3 * STEP_REPLIES + 1
     replies = [Reply(n, [0], sent_opaques) for n in range(count)]
     for reply in replies[:-1]:
@@ -108,7 +114,7 @@ async def test_nothing_is_sent_once_the_connection_is_over(nursery: trio.Nursery
     steps = ReplySteps()
     nursery.start_soon(steps.run)
     await trio.testing.wait_all_tasks_blocked()
-    order, sent_opaques = ReplyOrder(steps), list[int]()
+    order, sent_opaques = new_order(steps), list[int]()
     replies = [Reply(n, [n // (2 * STEP_REPLIES)], sent_opaques) for n in range(3 * STEP_REPLIES)]
     for reply in replies:
         order.add(reply)
@@ -129,12 +135,12 @@ async def test_large_replies_of_many_connections_are_sent_some_in_each_turn(
     nursery.start_soon(steps.run)
     await trio.testing.wait_all_tasks_blocked()
     sent_opaques = list[int]()
-    orders = [ReplyOrder(steps) for _ in range(9)]
+    orders = [new_order(steps) for _ in range(9)]
     for opaque, order in enumerate(orders):
         order.complete(Reply(opaque, [0], sent_opaques, STEP_ROWS // 2))
     assert sent_opaques == [0, 1]
     # A small one of another connection waits for a turn, too: rows are left then.
-    ReplyOrder(steps).complete(Reply(9, [0], sent_opaques))
+    new_order(steps).complete(Reply(9, [0], sent_opaques))
     sent_counts = [len(sent_opaques)]
     while sent_counts[-1] < 10:
         await trio.lowlevel.checkpoint()

@@ -10,10 +10,11 @@ from upr_protocol.session import ServerSession
 
 REPLIES_BYTES_MAX: Final = 1024 * 1024
 """Answers that may wait for a peer to take them. Above it the next request waits, until the peer
-reads or the send deadline passes. This, queued requests (`QUEUED_REQUESTS_MAX`) and an unfinished
-frame while memory for frames is short (`frame_budget`) are the only cases in which a connection is
-not read. The acknowledgements and barriers of a peer that reads, and keeps below that many requests
-for what is on disk, get through before the frames that it begins after them."""
+reads or the send deadline passes. This, queued requests (`QUEUED_REQUESTS_MAX`), replies that wait
+for durability (`OWED_BYTES_MAX`) and an unfinished frame while memory for frames is short
+(`frame_budget`) are the only cases in which a connection is not read. The acknowledgements and
+barriers of a peer that reads, and keeps below that many requests for what is on disk and that many
+bytes of replies, get through before the frames that it begins after them."""
 
 QUEUED_REQUESTS_MAX: Final = 16
 """Requests of one connection that may wait: in queues (`partition_request_queue`), of all
@@ -31,6 +32,14 @@ QUEUED_BYTES_MAX: Final = 1024 * 1024
 """Bytes of requests that may wait, which the bucket's quota does not count, and whose credit is
 granted again when they come. The request that exceeds it is still queued."""
 
+OWED_BYTES_MAX: Final = 16 * 1024 * 1024
+"""Bytes of what is known of replies that wait for the disk, for replicas or behind others. No quota
+counts them, and the credit of their requests is granted again when these come. So a connection
+could make 4,096 replies wait, with up to 0.8 MB each. These are 30 to 40 bundles of the largest
+kind, or 8,000 single changes; the reply that exceeds it is still made. While there is more, what
+the peer says waits, acknowledgements and barriers too: no longer than the disk takes for a commit,
+or replicas have for a batch."""
+
 
 class ConnectionBacklog:
     """Counts what a connection has waiting, and holds it back above the limits.
@@ -42,6 +51,7 @@ class ConnectionBacklog:
 
     __slots__ = (
         "_being_written_bytes",
+        "_owed_bytes",
         "_progressed",
         "_queued_bytes",
         "_queued_requests",
@@ -52,9 +62,10 @@ class ConnectionBacklog:
     def __init__(self, session: ServerSession, wake: Callable[[], None]) -> None:
         self._session = session
         self._wake = wake
-        # Notified when the peer took answers or a request left its queue.
+        # Notified when the peer took answers, a request left its queue, or enough replies left.
         self._progressed = Notifier()
         self._being_written_bytes = 0
+        self._owed_bytes = 0
         self._queued_requests = 0
         self._queued_bytes = 0
 
@@ -69,6 +80,11 @@ class ConnectionBacklog:
         return self._queued_bytes
 
     @property
+    def owed_bytes(self) -> int:
+        """About how many bytes the replies take that wait."""
+        return self._owed_bytes
+
+    @property
     def unsent_bytes(self) -> int:
         """Bytes of answers that the peer has not taken."""
         return self._being_written_bytes + self._session.outgoing_bytes
@@ -80,6 +96,7 @@ class ConnectionBacklog:
             self._being_written_bytes + self._session.outgoing_bytes > REPLIES_BYTES_MAX
             or self._queued_requests >= QUEUED_REQUESTS_MAX
             or self._queued_bytes > QUEUED_BYTES_MAX
+            or self._owed_bytes > OWED_BYTES_MAX
         )
 
     async def wait_until_not_full(self) -> None:
@@ -105,6 +122,17 @@ class ConnectionBacklog:
         self._queued_bytes -= nbytes
         self._progressed.notify()
         self._wake()
+
+    def reply_owed(self, nbytes: int) -> None:
+        """A reply waits, which takes about so many bytes."""
+        self._owed_bytes += nbytes
+
+    def reply_sent(self, nbytes: int) -> None:
+        """Such a reply waits no longer."""
+        owed_bytes = self._owed_bytes
+        self._owed_bytes -= nbytes
+        if self._owed_bytes <= OWED_BYTES_MAX < owed_bytes:
+            self._progressed.notify()
 
     def begin_write(self, nbytes: int) -> None:
         """Answers of so many bytes were taken out of the session, and are being written."""

@@ -15,6 +15,7 @@ import msgspec
 from upr_protocol.ids import Durability, PartitionId, SeqNo
 from upr_server.engine import Partition
 from upr_server.engine.replica_progress import OnReplicated
+from upr_server.net.backlog import ConnectionBacklog
 from upr_server.net.step_queue import StepQueue
 from upr_server.storage.online.flusher import Flusher
 
@@ -135,15 +136,17 @@ class OrderedReply(ABC):
 
     Attributes:
         partitions: The partitions that it is about.
+        owed_bytes: About what it takes while it is owed; 0 if it is not.
         is_complete: Whether it can be sent, once those before it were.
         earlier_count: How many replies it waits for, one a partition that it shares with one.
         later: The replies that wait for it, as often.
     """
 
-    __slots__ = ("earlier_count", "is_complete", "later", "partitions")
+    __slots__ = ("earlier_count", "is_complete", "later", "owed_bytes", "partitions")
 
     def __init__(self, partitions: Sequence[PartitionId]) -> None:
         self.partitions = partitions
+        self.owed_bytes = 0
         self.is_complete = False
         self.earlier_count = 0
         self.later: list[OrderedReply] = []
@@ -159,24 +162,29 @@ class ReplyOrder:
 
     Args:
         steps: Sends those that are too many for one step.
+        backlog: Counts what the connection has waiting.
 
     Attributes:
         newest: The last reply that is owed about each partition. Empty when none is owed.
     """
 
-    __slots__ = ("_is_closed", "_is_queued", "_sendable", "_steps", "newest")
+    __slots__ = ("_backlog", "_is_closed", "_is_queued", "_sendable", "_steps", "newest")
 
-    def __init__(self, steps: ReplySteps) -> None:
+    def __init__(self, steps: ReplySteps, backlog: ConnectionBacklog) -> None:
         self.newest: dict[PartitionId, OrderedReply] = {}
         self._steps = steps
+        self._backlog = backlog
         self._sendable: deque[OrderedReply] = deque()
         """Those that are complete, and wait for no other."""
         self._is_queued = False
         """Whether `steps` sends the next of them."""
         self._is_closed = False
 
-    def add(self, reply: OrderedReply) -> None:
-        """`reply` is owed from now on, after those that are. O(partitions)."""
+    def add(self, reply: OrderedReply, nbytes: int = 0) -> None:
+        """`reply` is owed from now on, after those that are. It takes about `nbytes` until it is
+        sent. O(partitions)."""
+        reply.owed_bytes = nbytes
+        self._backlog.reply_owed(nbytes)
         for partition in reply.partitions:
             earlier = self.newest.get(partition)
             if earlier is not None:
@@ -206,6 +214,8 @@ class ReplyOrder:
             count += 1
             reply = sendable.popleft()
             steps.rows_left -= reply.send()
+            if reply.owed_bytes:
+                self._backlog.reply_sent(reply.owed_bytes)
             for partition in reply.partitions:
                 if self.newest.get(partition) is reply:
                     del self.newest[partition]

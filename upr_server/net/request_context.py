@@ -97,9 +97,9 @@ class RequestContext:
         self.statistics_of = resources.statistics_of
         self.streamer = Streamer(session, peer, wake)
         self.report_wait = ReportWait()
-        self.reply_order = ReplyOrder(resources.reply_steps)
-        self.credit = PublisherCredit(resources.credit_shares, session, wake)
         self.backlog = ConnectionBacklog(session, wake)
+        self.reply_order = ReplyOrder(resources.reply_steps, self.backlog)
+        self.credit = PublisherCredit(resources.credit_shares, session, wake)
         self.streams_may_begin = resources.streams_may_begin
         self.young_objects = resources.young_objects
         self.is_asking_for_events = False

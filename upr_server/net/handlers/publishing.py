@@ -70,6 +70,12 @@ EVALUATED_BYTES_MAX: Final = FETCHED_BYTES_MAX
 """What the operations of one run may copy of values that are there. A longer run is refused, whole,
 as if it needed so much from disk."""
 
+OWED_REPLY_BYTES: Final = 2000
+OWED_RUN_BYTES: Final = 800
+OWED_ROW_BYTES: Final = 120
+"""What a reply takes while it waits, and what is known of each run and of each row that failed or
+has a counter, about."""
+
 _MEMORY: Final = Durability.MEMORY  # an enum's attributes are slow to look up
 _OK: Final = Status.OK
 
@@ -199,12 +205,15 @@ class _BundleRequest(OrderedReply):
     def apply(self) -> Iterator[None]:
         """Starts every run; yields where others should have their turn."""
         order, bundle = self._context.reply_order, self._request.bundle
+        is_unconditional = self._batches.columns.is_unconditional
+        # Of rows of plain `SET`s nothing is kept.
+        kept_row_count = 0 if is_unconditional else len(bundle)
         is_owed = bool(order.newest)
         if is_owed:
-            order.add(self)
+            order.add(self, self._owed_bytes(kept_row_count))
         run_count = len(self.partitions)
         run_indexes: Sequence[int] = range(run_count)
-        if self._batches.columns.is_unconditional and min(bundle.row_counts) < LONG_RUN_ROWS:
+        if is_unconditional and min(bundle.row_counts) < LONG_RUN_ROWS:
             lines, run_indexes = yield from self._set_runs()
             self._keep_rows_of(run_indexes)
             if run_indexes:
@@ -226,7 +235,15 @@ class _BundleRequest(OrderedReply):
             cost += RUN_COST + self._start(index)
         # Most are answered by now, and need no place in the order.
         if self._unfinished_count and not is_owed:
-            order.add(self)
+            order.add(self, self._owed_bytes(kept_row_count))
+
+    def _owed_bytes(self, kept_row_count: int) -> int:
+        """What the reply takes while it waits, about."""
+        return (
+            OWED_REPLY_BYTES
+            + OWED_RUN_BYTES * len(self.partitions)
+            + OWED_ROW_BYTES * kept_row_count
+        )
 
     def _keep_rows_of(self, run_indexes: Sequence[int]) -> None:
         """These runs have yet to be applied."""
