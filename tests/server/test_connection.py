@@ -913,6 +913,17 @@ async def test_the_streams_of_many_partitions_end_in_steps() -> None:
         assert answer.status == Status.NO_BUCKET
 
 
+async def test_a_long_reason_why_there_is_no_stream_is_shortened() -> None:
+    """It may name what a damaged record has."""
+    server = make_server()
+    async with connected(server) as peer:
+        await peer.open()
+        server.catalog.bucket("b").partitions[0].damage = "\U0001f4a5" * 2000
+        reply = await peer.ask()
+        assert reply.status == Status.DAMAGED
+        assert reply.reason.startswith("its copy here is damaged: \U0001f4a5")
+
+
 async def test_a_stream_that_had_to_wait_is_not_opened_when_the_session_has_ended() -> None:
     """Its tasks end in one of the next turns."""
     server = make_server()

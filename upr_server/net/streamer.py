@@ -47,6 +47,9 @@ ITEM_BYTES: Final = 8 * 1024
 snapshot is closed and encoded for its first reader. A consumer of 1,024 partitions, all of which
 had a change, took 54 ms in one step."""
 
+_REASON_MAX: Final = 900
+"""Characters of the reason in a `StreamReply`: in any script they fit its frame."""
+
 # An enum's attributes are slow to look up.
 _STREAMING: Final = SessionState.STREAMING
 _BETWEEN: Final = StreamState.BETWEEN
@@ -237,7 +240,7 @@ class Streamer:
         self._session.send(
             StreamReply(
                 decision.seq,
-                reason,
+                reason[:_REASON_MAX],
                 partition.failover_log,
                 map_revision,
                 partition=partition.id,
