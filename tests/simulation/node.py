@@ -288,8 +288,8 @@ def observed() -> Iterator[None]:
                 seq = SeqNo(seq + 1)
         return result
 
-    def _set_all(self: Any, batch: MutationBatch, now: float) -> Any:
-        result = set_all(self, batch, now)
+    def _set_all(self: Any, batch: MutationBatch, *arguments: Any) -> Any:
+        result = set_all(self, batch, *arguments)
         first = result.first_seq
         _note(
             self,

@@ -12,6 +12,7 @@ from tests.simulation.profiles import FAILOVERS, LAGGING_REPLICAS, LOST_ANSWERS,
 from upr_protocol.chunk import Chunk
 from upr_protocol.ids import SEQ_MAX, SeqNo
 from upr_server.engine.eviction import KeyEviction
+from upr_server.engine.partition import Partition
 from upr_server.engine.repeated_batches import RepeatedBatches
 from upr_server.engine.replica_progress import ReplicaProgress
 from upr_server.engine.snapshots import manager as managers
@@ -89,6 +90,17 @@ def lose_replicated_answers() -> Iterator[None]:
         yield
 
 
+@planted(FAILOVERS)
+def fail_unexpectedly() -> Iterator[None]:
+    """The server fails to apply a batch, and answers that its log has the cause."""
+
+    def mutate(*_arguments: Any, **_options: Any) -> Any:
+        raise RuntimeError("a planted bug")
+
+    with replaced(Partition, "mutate", mutate):
+        yield
+
+
 @planted(LAGGING_REPLICAS)
 def acknowledge_before_replication() -> Iterator[None]:
     """`replicated` writes are acknowledged before a replica has them."""
@@ -107,5 +119,6 @@ BUGS: Final = (
     evict_unindexed_key,
     apply_repeated_batch,
     lose_replicated_answers,
+    fail_unexpectedly,
     acknowledge_before_replication,
 )
