@@ -15,6 +15,7 @@ import msgspec
 import structlog
 import trio
 
+import upr_kernel
 from upr_protocol.concurrency import background_nursery, first_failure
 from upr_server.config import ServerConfig
 from upr_server.runtime import AuditLog, essential, file_limit, is_loopback, run_until_signal
@@ -91,6 +92,12 @@ async def serve(config: ServerConfig, on_listening: Callable[[Server], None]) ->
             port=server.port,
             encrypted=server.certificates is not None,
         )
+        if upr_kernel.BUILD != upr_kernel.NATIVE:
+            log.warning(
+                "the kernel runs in Python, and is slower than in C: install a C compiler, and "
+                "then upr-server again",
+                kernel=upr_kernel.BUILD,
+            )
         if connections_max < connections_wanted:
             log.warning(
                 "fewer connections than connections_max: the system allows too few open files "

@@ -13,7 +13,7 @@ import subprocess
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import pytest
 import trio
@@ -138,6 +138,20 @@ async def test_standard_output_has_only_the_address(
     assert out.read_text() == match[0]
     assert signal_number.name in log.read_text()
     assert "Traceback" not in log.read_text()
+
+
+async def test_a_server_whose_kernel_is_not_compiled_says_so() -> None:
+    """It installs without a compiler, too, and nothing else tells why it is slow."""
+    async with server_process(variables={"UPR_PURE_PYTHON": "1"}) as server:
+
+        def warnings() -> list[dict[str, Any]]:
+            return [event for event in server.events() if "kernel" in event]
+
+        await eventually(lambda: len(warnings()) == 1, "it warns")
+        (warning,) = warnings()
+        assert "install a C compiler" in warning["event"]
+        assert warning["level"] == "warning"
+        assert warning["kernel"] == "pure Python: UPR_PURE_PYTHON is set"
 
 
 async def test_an_address_of_ipv6() -> None:
