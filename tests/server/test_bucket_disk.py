@@ -208,6 +208,29 @@ async def test_a_bucket_that_finds_no_room_at_the_end_keeps_no_other_from_disk(
     )
 
 
+async def test_an_index_that_finds_no_room_is_told_of_while_writes_go_on(
+    autojump_clock: trio.testing.MockClock,
+) -> None:
+    directory = SimulatedDirectory()
+    async with serving(SimulatedStore(directory), 1) as server:
+        bucket = server.catalog.bucket(BUCKET)
+        disk = server.catalog.disks[bucket]
+        assert disk.maintenance.statistics()["full"] == ""
+        _, index = directory.disks[BUCKET]
+        index.bytes_max = 100
+        for first in range(0, 100, 10):
+            bucket.partitions[0].mutate(batch_of(batch(first, 10)), now=NOW)
+            await trio.sleep(3)
+        figures = disk.maintenance.statistics()
+        assert figures["unindexed_mutations"] == 100
+        assert "exceed the disk's 100" in str(figures["full"])
+        assert disk.flusher.statistics()["full"] == ""
+        index.bytes_max = 1 << 30
+        await trio.sleep(3)
+        figures = disk.maintenance.statistics()
+        assert (figures["unindexed_mutations"], figures["full"]) == (0, "")
+
+
 class _NoMaintenance(SimulatedStore):
     """A store whose index does not move."""
 

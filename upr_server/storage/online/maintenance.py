@@ -254,4 +254,5 @@ class Maintenance:
         return {
             **self._figures,
             "unindexed_mutations": self._flusher.unindexed_count(),
+            "full": self._disk_full_reason,
         }
