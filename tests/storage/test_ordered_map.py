@@ -463,6 +463,25 @@ def test_what_is_full_is_told_with_what_to_do(
     full.close()
 
 
+@pytest.mark.parametrize("is_left", [True, False])
+def test_without_room_for_a_lock_file_a_map_is_not_opened(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_left: bool
+) -> None:
+    """LMDB would be killed by SIGBUS. An attempt that was leaves a lock file without blocks."""
+    LmdbOrderedMap(tmp_path, bytes_max=MAP_BYTES).close()
+    with monkeypatch.context() as patch:
+        set_disk_size(patch, 0)
+        # One that is there needs no room.
+        LmdbOrderedMap(tmp_path, bytes_max=MAP_BYTES).close()
+        (tmp_path / "lock.mdb").unlink()
+        if is_left:
+            with (tmp_path / "lock.mdb").open("wb") as file:
+                file.truncate(8192)
+        with pytest.raises(DiskFullError, match="no room for a lock file; make room there"):
+            LmdbOrderedMap(tmp_path, bytes_max=MAP_BYTES)
+    LmdbOrderedMap(tmp_path, bytes_max=MAP_BYTES).close()
+
+
 def test_without_addresses_to_grow_a_map_serves_on_as_it_is(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import errno
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from struct import Struct
 from typing import Final
@@ -51,6 +51,9 @@ MAP_BYTES_TO_SPARE: Final = 256 * 1024 * 1024
 """The memory map grows when less than this is left in it. It is more than one commit takes. Some
 file systems change their size with every write of somebody else, and to map a file anew costs as
 much as touching its pages anew; so the map does not follow each change."""
+
+LOCK_BYTES: Final = 64 * 1024
+"""More than LMDB's lock file takes."""
 
 COMMIT: Final = b"\0"
 """The key under which every commit stores its own number.
@@ -128,6 +131,8 @@ class LmdbOrderedMap:
 
     def _open(self, map_bytes: int) -> None:
         self._map_bytes = map_bytes
+        if not self._is_alone:
+            self._check_room_for_lock()
         try:
             self._env = lmdb.open(
                 str(self._path),
@@ -164,6 +169,19 @@ class LmdbOrderedMap:
             if code <= 0 or code in WRONG_TYPES:
                 raise CorruptionError(f"{self._path} cannot be opened: {error}") from error
             raise DataDirectoryError(f"{self._path} cannot be opened: {error}") from error
+
+    def _check_room_for_lock(self) -> None:
+        """LMDB writes its lock file through a memory map. Without room for a new one, that would
+        kill this process with SIGBUS; and leave a file that has a length and no blocks."""
+        lock = self._path / "lock.mdb"
+        with suppress(OSError):  # LMDB says what is wrong
+            if lock.exists() and lock.stat().st_blocks:
+                return
+            disk = os.statvfs(self._path)
+            if disk.f_bavail * disk.f_frsize < LOCK_BYTES:
+                raise DiskFullError(
+                    f"the disk is full: {self._path} has no room for a lock file; make room there"
+                )
 
     def _map_bytes_wanted(self) -> int:
         """How large the memory map should be, given the disk as it is now."""
