@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Final
 
+import trio
+
 from upr_protocol.concurrency import Notifier
 from upr_protocol.session import ServerSession
 
@@ -26,7 +28,7 @@ Tasks of their own answer them, and wait for nothing that is not yet read.
 
 A queue answers nothing to a connection that has more than `REPLIES_BYTES_MAX` to send, but as many
 as may wait there may have been begun before: a peer that takes nothing has at most 16 answers more
-waiting, each of 1 MiB (`GET_REPLY_BYTES`) or one larger value."""
+waiting, each of 1 MiB (`GET_REPLY_BYTES`), of which one may be a larger value (`large_turns`)."""
 
 QUEUED_BYTES_MAX: Final = 1024 * 1024
 """Bytes of requests that may wait, which the bucket's quota does not count, and whose credit is
@@ -47,6 +49,9 @@ class ConnectionBacklog:
     Args:
         session: The connection's session.
         wake: Has what is in the session sent.
+
+    Attributes:
+        large_turns: The turns of queued requests that need much from disk: one holds it at a time.
     """
 
     __slots__ = (
@@ -57,6 +62,7 @@ class ConnectionBacklog:
         "_queued_requests",
         "_session",
         "_wake",
+        "large_turns",
     )
 
     def __init__(self, session: ServerSession, wake: Callable[[], None]) -> None:
@@ -68,6 +74,7 @@ class ConnectionBacklog:
         self._owed_bytes = 0
         self._queued_requests = 0
         self._queued_bytes = 0
+        self.large_turns = trio.StrictFIFOLock()
 
     @property
     def queued_requests(self) -> int:
@@ -105,9 +112,14 @@ class ConnectionBacklog:
             self._wake()
             await self._progressed.wait()
 
+    @property
+    def has_reply_room(self) -> bool:
+        """Whether the peer has not too many replies to take."""
+        return self.unsent_bytes <= REPLIES_BYTES_MAX
+
     async def wait_for_reply_room(self) -> None:
         """Waits while the peer has too many replies to take."""
-        while self.unsent_bytes > REPLIES_BYTES_MAX:
+        while not self.has_reply_room:
             self._wake()
             await self._progressed.wait()
 

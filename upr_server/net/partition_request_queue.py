@@ -31,7 +31,15 @@ FETCHED_BYTES_MAX: Final = 64 * 1024 * 1024
 """What one request may need from disk. Only a batch of operations that read large values comes to
 more; it is refused, whole."""
 
+LARGE_FETCH_BYTES: Final = 2 * 1024 * 1024
+"""A request that needs more than this from disk needs the turn of its connection for that. A
+connection may have requests to 16 partitions under way, of up to 64 MiB each."""
+
 log = structlog.get_logger(__name__)
+
+
+class _LargeError(Exception):
+    """A request needs much from disk, and it is not its turn."""
 
 
 class Unfinished(Enum):
@@ -134,31 +142,54 @@ class PartitionRequestQueue:
             while queue:
                 # Before the lock: a peer that does not read its replies holds up no other.
                 await client.backlog.wait_for_reply_room()
-                async with self._answer_lock:
-                    await self._run_request(queue[0])
+                is_large = False
+                try:
+                    async with self._answer_lock:
+                        await self._run_request(queue[0], client.backlog)
+                except _LargeError:
+                    is_large = True
+                if is_large:
+                    # Outside of the handler: the error holds what was read. Each request of the
+                    # connection could hold a large item while it waits for its turn.
+                    await self._run_large(client.backlog, queue[0])
                 request = queue.popleft()
                 client.backlog.request_dequeued(request.nbytes)
         finally:
             del self._queues[client]
 
-    async def _run_request(self, request: PartitionRequest) -> None:
+    async def _run_large(self, backlog: ConnectionBacklog, request: PartitionRequest) -> None:
+        async with backlog.large_turns:
+            await backlog.wait_for_reply_room()
+            async with self._answer_lock:
+                await self._run_request(request, None)
+
+    async def _run_request(
+        self, request: PartitionRequest, backlog: ConnectionBacklog | None
+    ) -> None:
+        """Answers a request, unless it needs much from disk and it is not its turn for that: then
+        `_LargeError` is raised. If it has its turn already, `backlog` is None."""
         try:
             is_applied = False
             while not is_applied:
-                is_applied = await self._fetch_and_apply(request)
+                is_applied = await self._fetch_and_apply(request, backlog)
+        except _LargeError:
+            raise
         except ServerError as error:
             request.refuse(error)
         except Exception:
             log.exception("request failed", request=type(request).__name__)
             request.fail()
 
-    async def _fetch_and_apply(self, request: PartitionRequest) -> bool:
+    async def _fetch_and_apply(
+        self, request: PartitionRequest, backlog: ConnectionBacklog | None
+    ) -> bool:
         """Returns whether the request was applied. Else the partition has begun again, as a replica
         that has become active meanwhile, and what was fetched for the request does not count."""
         # One pin for all reads and turns of the request: what the first read brought is used only
         # after the last, and a key that changed meanwhile must still be found in the table.
         eviction = self._partition.eviction
         pin = eviction.pin()
+        turns: trio.StrictFIFOLock | None = None
         try:
             fetched_items: dict[bytes, Mutation | None] = {}
             nbytes = 0
@@ -170,6 +201,8 @@ class PartitionRequestQueue:
                     nbytes += sum(len(row.value) for row in rows.values() if row is not None)
                     if nbytes > FETCHED_BYTES_MAX:
                         raise _too_large_error()
+                    if nbytes > LARGE_FETCH_BYTES and backlog is not None and turns is None:
+                        turns = _take_large_turn(backlog)
                     fetched_items |= rows
                 if not eviction.is_pinned(pin):
                     return False
@@ -178,6 +211,8 @@ class PartitionRequestQueue:
             # An evaluation that began again may hold it.
             self._partition.release_expiry()
             eviction.unpin(pin)
+            if turns is not None:
+                turns.release()
 
     async def _fetch(self, fetch_requests: Sequence[FetchRequest]) -> dict[bytes, Mutation | None]:
         rows: dict[bytes, Mutation | None]
@@ -197,6 +232,15 @@ class PartitionRequestQueue:
                 error=damages[0].decode(),
             )
         return rows
+
+
+def _take_large_turn(backlog: ConnectionBacklog) -> trio.StrictFIFOLock:
+    """Takes the turn of a request that has read much, if nobody else has it and the peer takes its
+    replies; else raises `_LargeError`."""
+    if backlog.large_turns.locked() or not backlog.has_reply_room:
+        raise _LargeError
+    backlog.large_turns.acquire_nowait()
+    return backlog.large_turns
 
 
 def _too_large_error() -> ServerError:
