@@ -7,7 +7,7 @@ from contextlib import ExitStack, contextmanager
 from typing import Final
 
 from tests.simulation.bugs.patch import replaced
-from upr_server.engine import partition
+from upr_server.engine import partition, publisher_answers
 from upr_server.engine.snapshots import closed_snapshot, collapse, segment
 from upr_server.storage import bucket_storage, compaction
 from upr_server.storage.online import backfill
@@ -17,6 +17,7 @@ SMALL: Final = (
     (bucket_storage, "COMPACTION_BYTES", 1024),
     (compaction, "CHUNK_BYTES", 1024),
     (partition, "ARRAY_BYTES_MAX", 256),
+    (publisher_answers, "BATCHES_MAX", 16),
     (closed_snapshot, "SEGMENT_BYTES", 256),
     (segment, "SEGMENT_BYTES", 256),
     (collapse, "CHUNK_BYTES", 256),
@@ -30,7 +31,8 @@ SMALL: Final = (
 
 @contextmanager
 def small_limits() -> Iterator[None]:
-    """Compaction and collapsing begin early, and go in small steps; a backfill takes many reads."""
+    """Compaction and collapsing begin early, and go in small steps; a backfill takes many reads;
+    the answers to a writer are soon forgotten."""
     with ExitStack() as stack:
         for module, name, value in SMALL:
             stack.enter_context(replaced(module, name, value))

@@ -49,6 +49,7 @@ class Profile:
         has_one_replica: Whether each partition has one replica, and one node that does not have it.
         has_hostile_node: Whether the cluster has users, and somebody without the right plays a
             node.
+        has_tasks: Whether there are tasks that run again.
     """
 
     name: str
@@ -60,6 +61,7 @@ class Profile:
     has_followers: bool = False
     has_one_replica: bool = False
     has_hostile_node: bool = False
+    has_tasks: bool = False
 
     def draw(self, chance: Random) -> Mix:
         """The mix of one seed."""
@@ -248,6 +250,15 @@ LOST_ANSWERS: Final = Profile(
 )
 """A batch is applied, its answer is lost, and another node gets it again."""
 
+REPEATED_TASKS: Final = Profile(
+    "repeated_tasks",
+    {"fail_over_while_trickling": 1.0},
+    levels=("memory",),
+    settings={"partitions": (1,), "value_bytes": (10_000,), "pause_s": (0.05,), "faults": (3,)},
+    has_tasks=True,
+)
+"""Tasks run again after failovers to replicas that lag far behind."""
+
 RESTARTED_LEADERS: Final = Profile(
     "restarted_leaders", {"restart_leader": 1.0}, levels=("replicated",), settings=_ONCE
 )
@@ -310,6 +321,7 @@ PROFILES: Final = {
         DIVERGED,
         LAGGING_REPLICAS,
         LOST_ANSWERS,
+        REPEATED_TASKS,
         RESTARTED_LEADERS,
         RESTARTED_SOURCES,
         REFUSED_FAILOVERS,

@@ -21,6 +21,7 @@ from tests.kit.event_follower import EventFollower
 from tests.kit.history import Final as FinalState
 from tests.kit.history import History, Said
 from tests.kit.recorded import RecordedConsumer, RecordedPublisher, contents_of
+from tests.kit.repeated_task import RepeatedTask
 from tests.kit.wrong_state_consumer import WrongStateConsumer
 from tests.simulation.disk import spared
 from tests.simulation.faults import COPY_COMES_BACK, FAULTS, FOLLOWER_CRASHES, Faults
@@ -46,6 +47,9 @@ READERS_EVERY: Final = 5
 
 FOLLOWERS_EVERY: Final = 5
 """One seed in this many has consumers of events."""
+
+TASKS_EVERY: Final = 5
+"""One seed in this many has tasks that run again."""
 
 HOSTILE_NODES_EVERY: Final = 10
 """One seed in this many has users, and a node that may not be one."""
@@ -109,12 +113,15 @@ class Cluster:
             if has_followers:
                 mix = mix.for_followers(FOLLOWER_CRASHES)
             has_hostile_node = seed % HOSTILE_NODES_EVERY == 4
+            # With little memory a server forgets whole writers.
+            has_tasks = seed % TASKS_EVERY == 1 and mix.quota_bytes >= 64 * 1024 * 1024
         else:
             mix = profile.draw(self.chance.of("mix"))
             self._has_readers = profile.has_readers
             has_wrong_states = profile.has_wrong_states
             has_followers = profile.has_followers
             has_hostile_node = profile.has_hostile_node
+            has_tasks = profile.has_tasks
         self.mix = mix
         self._has_one_replica = profile is not None and profile.has_one_replica
         self.history.add(Said("seed", f"{seed}: {mix}"))
@@ -161,6 +168,7 @@ class Cluster:
             self._wrong_state_consumer(index) for index in range(2 * has_wrong_states)
         ]
         self.followers = [self._follower(index) for index in range(2 * has_followers)]
+        self.tasks = [self._task(index) for index in range(2 * has_tasks)]
         self.hostile_node: HostileNode | None = None
         if has_hostile_node:
             self.hostile_node = HostileNode(
@@ -230,6 +238,17 @@ class Cluster:
             sleep=self.network.clock.sleep,
         )
 
+    def _task(self, index: int) -> RepeatedTask:
+        return RepeatedTask(
+            f"t{index}",
+            URL,
+            self.history,
+            self.chance.of(f"task {index}"),
+            partitions=self.mix.partitions,
+            dial=partial(self.network.dial, f"t{index}"),
+            sleep=self.network.clock.sleep,
+        )
+
     async def run(self) -> None:
         """Plays the faults while clients work, waits for quiet, and compares all copies."""
         async with trio.open_nursery() as background:
@@ -268,10 +287,14 @@ class Cluster:
                 async with trio.open_nursery() as publishing:
                     for sink in self.publishers:
                         publishing.start_soon(sink.run)
+                    for task in self.tasks:
+                        publishing.start_soon(task.run)
                     await faults.run()
                     await self._heal(faults)
                     for sink in self.publishers:
                         sink.stopping = True
+                    for task in self.tasks:
+                        task.stopping = True
                 for follower in self.followers:
                     # No later change makes up for what it was told and had not processed.
                     follower.crash()

@@ -79,6 +79,22 @@ async def fail_over_while_lagging(faults: Faults) -> None:
     await faults.start(source)
 
 
+async def fail_over_while_trickling(faults: Faults) -> None:
+    """The replicas get what the active node sends slowly, and far behind, when it is killed."""
+    source, *other_nodes = faults.roles()
+    ways = [faults.network.link(source.name, other_node.name) for other_node in other_nodes]
+    before = [link.bytes_per_s for link in ways]
+    for link in ways:
+        link.bytes_per_s = 10 ** faults.draw.uniform(4.0, 5.0)
+    await trio.sleep(faults.draw.uniform(2.0, 6.0))
+    await faults.kill(source, silent_chance=0.0)
+    for link, bytes_per_s in zip(ways, before, strict=True):
+        link.bytes_per_s = bytes_per_s
+    await faults.operator.fail_over(source.name)
+    await faults.start(source)
+    await trio.sleep(faults.draw.uniform(1.0, 3.0))
+
+
 async def lose_answers(faults: Faults) -> None:
     """The active node's answers are lost, and it is killed. Publishers send their batches again, to
     a node that has them from replication."""
@@ -332,6 +348,7 @@ SITUATIONS: Final[dict[str, Callable[[Faults], Awaitable[None]]]] = {
     for situation in (
         diverge,
         fail_over_while_lagging,
+        fail_over_while_trickling,
         lose_answers,
         restart_leader,
         take_over_from_restarted,

@@ -8,7 +8,13 @@ from typing import Any, Final
 
 from tests.simulation.bugs.patch import replaced
 from tests.simulation.bugs.planted_bug import planted
-from tests.simulation.profiles import FAILOVERS, LAGGING_REPLICAS, LOST_ANSWERS, SLOW_CONSUMERS
+from tests.simulation.profiles import (
+    FAILOVERS,
+    LAGGING_REPLICAS,
+    LOST_ANSWERS,
+    REPEATED_TASKS,
+    SLOW_CONSUMERS,
+)
 from upr_protocol.chunk import Chunk
 from upr_protocol.ids import SEQ_MAX, SeqNo
 from upr_server.engine.eviction import KeyEviction
@@ -83,7 +89,7 @@ def apply_repeated_batch() -> Iterator[None]:
         yield
 
 
-@planted(LOST_ANSWERS)
+@planted(REPEATED_TASKS)
 def lose_replicated_answers() -> Iterator[None]:
     """A replica does not store the answers that publishers were given."""
     with replaced(RepeatedBatches, "add_received", lambda *_: None):
