@@ -118,12 +118,8 @@ def add(rows, counter, keys):
     chunk = bytes(chunk_of_plain_sets(keys, [b"value"] * len(keys)))
     run = RUN.pack(0, len(keys), counter, 0)
     limits = (1 << 20, 1 << 30, False)
-    try:
-        _, left, *_ = add_runs(chunk, 0, run, WRITER, (rows,), 0, None, 1, *limits)
-    except MemoryError:
-        return False
-    assert not left
-    return True
+    _, left, *_ = add_runs(chunk, 0, run, WRITER, (rows,), 0, None, 1, *limits)
+    return not left
 
 
 def state(rows):
@@ -166,6 +162,93 @@ print(added.count(False), added.count(True))
 """
 
 
+# Two runs: the report tells of the first though there is no memory for the second.
+SEVERAL_RUNS: Final = """
+import ctypes
+from struct import Struct
+from upr_kernel._native import Answers, KeyTable, OpenRows, add_runs
+from upr_protocol.chunk import chunk_of_plain_sets
+
+fail_after = ctypes.CDLL(None).fail_after
+RUN, LINE = Struct("<IIQI4x"), Struct("<IIQQQQ")
+KEYS = [b"key %d" % number for number in range(200)]
+CHUNK = bytes(chunk_of_plain_sets(KEYS, [b"value"] * 200))
+RUNS = RUN.pack(0, 100, 1, 0) + RUN.pack(0, 100, 2, 0)
+
+
+def numbers_of_lines(lines):
+    return [seq for _, _, _, first, last, _ in LINE.iter_unpack(lines) for seq in (first, last)]
+
+
+def sizes(rows):
+    return rows.table.nbytes, rows.nbytes, rows.answers.nbytes
+
+
+def add_both(allowed):
+    rows = OpenRows(KeyTable(), Answers(4, 9000, 3, 1 << 30, 7, 10, 5, 6), 0, 999, 1 << 30, 999)
+    rows.table.put(KEYS[0], 1)
+    rows.high, rows.history_id, rows.has_counters, rows.is_awaited = 1, 7, True, True
+    before = sizes(rows)
+    fail_after(allowed)
+    lines, left, notes, awaited, *growth = add_runs(
+        CHUNK, 0, RUNS, b"w" * 16, (rows,), 0, None, 1, 999, 1 << 30, True
+    )
+    fail_after(-1)
+    assert [after - size for after, size in zip(sizes(rows), before)] == growth
+    added_count = 2 - len(left)
+    assert left == [0, 1][added_count:]
+    assert rows.high == 1 + 100 * added_count
+    assert len(rows.table) == max(1, 100 * added_count)
+    assert numbers_of_lines(lines) == [2, 101, 102, 201][: 2 * added_count] + [0, 0] * len(left)
+    assert notes[:1] == [(0, [1])][:added_count]
+    assert awaited == [0] * added_count
+    rows.table.check_invariants()
+    return added_count
+
+
+results = [add_both(allowed) for allowed in range(40)]
+assert results == sorted(results) and set(results) == {0, 1, 2}
+print(results.count(1), results.count(2))
+"""
+
+# What is forgotten is said. Keys above the number are put to the end, which takes memory.
+EVICTION: Final = """
+import ctypes
+from upr_kernel._native import KeyTable
+
+fail_after = ctypes.CDLL(None).fail_after
+
+
+def evict(allowed, kept_every):
+    table = KeyTable()
+    for number in range(9000):
+        seq = 20000 + number if kept_every and number % kept_every == 0 else 1 + number
+        table.put(b"key %d" % number, seq)
+    length = len(table)
+    fail_after(allowed)
+    try:
+        evicted_count = table.evict(10000, length)
+    except MemoryError:
+        evicted_count = 0
+    fail_after(-1)
+    assert len(table) == length - evicted_count
+    table.check_invariants()
+    kept_count = 9000 // kept_every if kept_every else 0
+    is_done = evicted_count == length - kept_count
+    table.evict(10000, 2 * length)
+    assert len(table) == kept_count
+    table.check_invariants()
+    return is_done
+
+
+# Without keys that are kept only shrinking takes memory, which may wait.
+assert all(evict(allowed, 0) for allowed in range(5))
+results = [evict(allowed, 2) for allowed in range(60)]
+assert results == sorted(results), "with more memory it fails no more"
+print(results.count(False), results.count(True))
+"""
+
+
 def _check_without_memory(program: str, folder: Path) -> None:
     """Runs a program that prints, in each line, how many calls failed and how many did not."""
     library = folder / "failing_memory.so"
@@ -197,3 +280,12 @@ def test_runs_are_added_or_not_at_all(known_keys: int, new_keys: int, tmp_path: 
     """A table that has no slots yet, that grows at once, and that grows in steps."""
     program = RUNS.replace("range(KNOWN_KEYS)", f"range({known_keys})")
     _check_without_memory(program.replace("range(NEW_KEYS)", f"range({new_keys})"), tmp_path)
+
+
+def test_a_report_tells_of_the_runs_before_the_one_that_failed(tmp_path: Path) -> None:
+    _check_without_memory(SEVERAL_RUNS, tmp_path)
+
+
+def test_a_table_says_what_it_has_forgotten(tmp_path: Path) -> None:
+    """Not heard of, an item that only the disk has would be taken for missing."""
+    _check_without_memory(EVICTION, tmp_path)

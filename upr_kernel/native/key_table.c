@@ -915,15 +915,18 @@ evict(KeyTable *self, PyObject *const *args, Py_ssize_t count)
         return NULL;
     budget = budget < self->keys ? budget : self->keys;
     while (budget) {
-        if (!go_on_moving(self, GROUP))
+        bool has_memory = go_on_moving(self, GROUP);
+        uint64_t together = has_memory ? prefetch_front(self, budget) : 0;
+        for (; together && has_memory; together--, budget--)
+            has_memory = pass_front(self, through, tombstones_only, &evicted);
+        /* The caller must hear of what was forgotten: then less was looked at, without an error. */
+        if (!has_memory && !evicted)
             return PyErr_NoMemory();
-        uint64_t together = prefetch_front(self, budget);
-        for (; together; together--, budget--)
-            if (!pass_front(self, through, tombstones_only, &evicted))
-                return PyErr_NoMemory();
+        if (!has_memory)
+            break;
     }
-    if (!shrink(self))
-        return PyErr_NoMemory();
+    /* Without memory it shrinks another time. */
+    shrink(self);
     return PyLong_FromSsize_t(evicted);
 }
 

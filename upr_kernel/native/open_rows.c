@@ -566,10 +566,11 @@ target_of(const Runs *runs, Py_ssize_t index, const uint8_t *run, uint64_t low, 
     return rows;
 }
 
-/* Adds one run that is not left out, keeps its answer, and reports. False with an exception set. */
+/* Adds one run, keeps its answer, and writes its line. False where that failed; then there is only
+   more room. */
 static bool
-report_run(Report *report, const Runs *runs, Py_ssize_t index, const uint8_t *run, OpenRows *rows,
-           uint64_t low, uint64_t high)
+add_and_answer(Report *report, const Runs *runs, Py_ssize_t index, const uint8_t *run,
+               OpenRows *rows, uint64_t low, uint64_t high)
 {
     uint64_t table_before = table_bytes(rows->table), rows_before = allocated_bytes(rows);
     uint64_t answers_before = answers_bytes(rows->answers);
@@ -578,20 +579,25 @@ report_run(Report *report, const Runs *runs, Py_ssize_t index, const uint8_t *ru
         .counter = load_u64(run + 8),
         .attempt = runs->limits.attempt,
     };
-    if (!add_run(rows, &runs->chunk, (uint32_t)low, (uint32_t)high, runs->limits.cas, &added,
-                 report->superseded))
-        return false;
+    bool is_added = add_run(rows, &runs->chunk, (uint32_t)low, (uint32_t)high, runs->limits.cas,
+                            &added, report->superseded);
     report->table_bytes += table_bytes(rows->table) - table_before;
     report->row_bytes += allocated_bytes(rows) - rows_before;
     report->answer_bytes += answers_bytes(rows->answers) - answers_before;
+    if (!is_added) {
+        /* An error would hide what became of the runs before. The caller tries this one again, and
+           hears of the error then. */
+        PyErr_Clear();
+        Py_CLEAR(report->superseded);
+        return false;
+    }
     uint8_t *line = (uint8_t *)PyBytes_AsString(report->lines) + LINE_BYTES * (size_t)index;
     store_u32(line, (uint32_t)rows->partition);
     store_u64(line + 8, added.history_id);
     store_u64(line + 16, added.first_seq);
     store_u64(line + 24, added.last_seq);
     store_u64(line + 32, added.first_cas);
-    return note(report, rows) &&
-           (!rows->is_awaited || append_number(report->awaited, rows->partition));
+    return true;
 }
 
 /* Adds the runs one after the other. False with an exception set. */
@@ -610,12 +616,13 @@ report_runs(Report *report, const Runs *runs, uint64_t first_row, bool in_order)
         if (report->superseded == NULL && (report->superseded = PyList_New(0)) == NULL)
             return false;
         OpenRows *rows = is_over ? NULL : target_of(runs, index, run, low, high);
-        if (rows == NULL) {
+        if (rows == NULL || !add_and_answer(report, runs, index, run, rows, low, high)) {
             is_over = in_order;
             if (!append_number(report->left, (uint64_t)index))
                 return false;
         }
-        else if (!report_run(report, runs, index, run, rows, low, high))
+        else if (!note(report, rows) ||
+                 (rows->is_awaited && !append_number(report->awaited, rows->partition)))
             return false;
     }
     return true;

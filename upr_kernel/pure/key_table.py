@@ -162,6 +162,10 @@ class KeyTable:
 
         Returns:
             How many were forgotten.
+
+        Raises:
+            MemoryError: There is no memory to put a key at the end, and none was forgotten. If some
+                were, the native table looks at fewer.
         """
         entries = self._entries
         evicted_count = 0

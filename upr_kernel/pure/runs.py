@@ -43,7 +43,8 @@ def add_runs(
     their writer is answered. O(rows).
 
     Left out are runs with a chain, runs whose partition takes none or is full, runs that are not
-    new for certain, damaged or too large, and runs with a key of another partition.
+    new for certain, damaged or too large, and runs with a key of another partition. The native
+    kernel leaves out, too, what it has no memory for.
 
     Args:
         chunk: The bundle's chunk: `SET`s that expect no CAS.
@@ -67,8 +68,7 @@ def add_runs(
     Raises:
         ValueError: Runs, writers and flags are not for as many runs.
         ChunkDefectError: The chunk is damaged.
-        MemoryError: There is no memory for a run. The native kernel has added nothing of it then,
-            but those before it.
+        MemoryError: There is no memory for what is returned.
     """
     run_count, remainder = divmod(len(runs), _RUN.size)
     if (
