@@ -249,6 +249,51 @@ print(results.count(False), results.count(True))
 """
 
 
+# A partition takes a batch's keys in with its rows, or neither. The answer comes after both.
+BATCHES: Final = """
+import ctypes
+from upr_protocol.chunk import Chunk, chunk_of_plain_sets
+from upr_protocol.ids import HistoryId, PartitionId
+from upr_server.engine import MemoryAccount, Partition, batch_of
+
+fail_after = ctypes.CDLL(None).fail_after
+
+
+def send(partition, prefix, count):
+    keys = [prefix + b"%d" % number for number in range(count)]
+    chunk = Chunk(chunk_of_plain_sets(keys, [b"value" * 20] * count).encode())
+    partition.mutate(batch_of(chunk), now=1e9)
+
+
+def send_without_memory(count, allowed):
+    memory = MemoryAccount()
+    partition = Partition(PartitionId(0), lambda: HistoryId(7), memory=memory)
+    send(partition, b"first", 20)
+    fail_after(allowed)
+    try:
+        send(partition, b"second", count)
+        is_taken_in = True
+    except MemoryError:
+        is_taken_in = False
+    fail_after(-1)
+    added_count = count if is_taken_in else 0
+    assert partition.high_seq == len(partition.table) == 20 + added_count
+    send(partition, b"third", count)
+    assert partition.high_seq == len(partition.table) == 20 + added_count + count
+    partition.check_invariants()
+    recount = MemoryAccount()
+    partition.recount(recount)
+    assert recount == memory
+    return is_taken_in
+
+
+for count in 5, 63, 200:
+    results = [send_without_memory(count, allowed) for allowed in range(40)]
+    assert results == sorted(results), "with more memory it fails no more"
+    print(results.count(False), results.count(True))
+"""
+
+
 def _check_without_memory(program: str, folder: Path) -> None:
     """Runs a program that prints, in each line, how many calls failed and how many did not."""
     library = folder / "failing_memory.so"
@@ -289,3 +334,8 @@ def test_a_report_tells_of_the_runs_before_the_one_that_failed(tmp_path: Path) -
 def test_a_table_says_what_it_has_forgotten(tmp_path: Path) -> None:
     """Not heard of, an item that only the disk has would be taken for missing."""
     _check_without_memory(EVICTION, tmp_path)
+
+
+def test_a_partition_takes_a_batch_in_or_not_at_all(tmp_path: Path) -> None:
+    """Keys without rows would have the numbers of those that come next."""
+    _check_without_memory(BATCHES, tmp_path)

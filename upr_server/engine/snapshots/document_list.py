@@ -108,23 +108,46 @@ class DocumentList:
 
     # Taking documents in. The skip flags cover them already.
 
-    def add_rows(self, chunk: Chunk, low: int, high: int, first_seq: SeqNo, first_cas: Cas) -> None:
-        """Takes in rows of a published chunk, `SET`s without large values, numbered on end."""
+    def prepare_rows(
+        self, chunk: Chunk, low: int, high: int, first_seq: SeqNo, first_cas: Cas
+    ) -> list[PublishedArray]:
+        """Takes the memory that rows of a published chunk need: `SET`s without large values,
+        numbered on end. The caller then calls `add_prepared`, or `take_back`.
+
+        Returns:
+            The arrays of the rows; none if they are few, and were copied to the rows.
+        """
         count = high - low
         nbytes = chunk.nbytes * count // chunk.count
         if count < PUBLISHED_MUTATIONS_MIN and nbytes < PUBLISHED_BYTES_MIN:
             rows = self._rows
             nbytes_before = rows.nbytes
-            rows.extend(chunk.encode(), low, high, first_seq, first_cas)
-            self._memory.arrays += rows.nbytes - nbytes_before
-            if rows.is_full:
-                self.close_rows()
-            return
+            try:
+                rows.extend(chunk.encode(), low, high, first_seq, first_cas)
+            finally:
+                self._memory.arrays += rows.nbytes - nbytes_before
+            return []
         self.close_rows()
+        arrays: list[PublishedArray] = []
         for piece in _pieces(chunk, low, high):
-            self._append(PublishedArray(piece, first_seq, first_cas))
+            arrays.append(PublishedArray(piece, first_seq, first_cas))
             first_seq = SeqNo(first_seq + piece.count)
             first_cas = Cas(first_cas + piece.count)
+        return arrays
+
+    def add_prepared(self, arrays: Sequence[PublishedArray]) -> None:
+        """Takes in the rows for which `prepare_rows` has taken memory."""
+        for array in arrays:
+            self._append(array)
+        if not arrays and self._rows.is_full:
+            self.close_rows()
+
+    def take_back(self, arrays: Sequence[PublishedArray], count: int) -> None:
+        """Gives up so many rows for which `prepare_rows` has taken memory. O(rows) if they are
+        few."""
+        if not arrays:
+            for _ in range(count):
+                self._rows.pop()
 
     def add_array(self, chunk: Chunk) -> None:
         """Takes in documents that are not large, with numbers above all so far: a stored chunk. The

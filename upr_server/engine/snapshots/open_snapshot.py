@@ -122,6 +122,8 @@ class OpenSnapshot:
             return
         documents, counters, count = self._documents, self._counters, high - low
         rows, skip_flags = self.rows, documents.skip_flags
+        # First the memory: without rows the keys would have numbers that others get.
+        arrays = documents.prepare_rows(chunk, low, high, first_seq, first_cas)
         skip_flags.extend(first_seq, count)
         # A superseded number may be a counter's, which has no flag. While there are any, the table
         # returns what is superseded, and flags nothing.
@@ -133,8 +135,9 @@ class OpenSnapshot:
         except MemoryError:
             # No key was entered, and the numbers go to what comes next.
             del skip_flags.flags[len(skip_flags) - count :]
+            documents.take_back(arrays, count)
             raise
-        documents.add_rows(chunk, low, high, first_seq, first_cas)
+        documents.add_prepared(arrays)
         rows.high = first_seq + count - 1
         rows.live += new_key_count
         if superseded_seqs:
