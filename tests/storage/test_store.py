@@ -693,9 +693,9 @@ async def test_a_killed_process_fails_the_store_and_its_callers(tmp_path: Path, 
             os.kill(worker.process.pid, signal.SIGKILL)
             with trio.fail_after(10):
                 await store.failed.wait()
-        sentence = f"the store's {role} process was killed by SIGKILL"
-        assert store.failure == sentence
-        assert failures == [sentence] * 5
+        sentence = f"the store's {role} process was killed by SIGKILL; the system's log may say why"
+        assert store.failure == f"{sentence}; start the server again"
+        assert failures == [store.failure] * 5
         with pytest.raises(StoreFailedError, match="killed by SIGKILL"):
             await store.ask(Commit(BUCKET.name, [some_write(0, 3)]))
     # The directory is as it was.

@@ -661,7 +661,8 @@ async def test_a_process_of_the_store_that_is_killed_ends_the_server(
             os.kill(worker(server, role), signal.SIGKILL)
             assert await server.wait() == 1
         (message,) = [line for line in server.log_text.splitlines() if line.startswith("upr-")]
-        assert message == f"upr-server: the store's {role} process was killed by SIGKILL"
+        sentence = "was killed by SIGKILL; the system's log may say why; start the server again"
+        assert message == f"upr-server: the store's {role} process {sentence}"
         assert "Traceback" not in server.log_text
     async with server_process(data_dir=data) as server:
         async with connect(server.url(BUCKET)) as client:

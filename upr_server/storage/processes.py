@@ -319,8 +319,9 @@ def _how_it_ended(code: int | None) -> str:
     if code == -signal.SIGBUS:
         return "was killed by SIGBUS: a data file was truncated; run `upr-server check`"
     if code < 0:
-        return f"was killed by {signal.Signals(-code).name}"
-    return f"ended with code {code}"
+        name = signal.Signals(-code).name
+        return f"was killed by {name}; the system's log may say why; start the server again"
+    return f"ended with code {code}; its last lines on standard error say why"
 
 
 @asynccontextmanager
