@@ -27,7 +27,6 @@ from upr_protocol.chunk import Mutation
 from upr_protocol.client import BlockingClient, PartitionInfo, PartitionNumbers
 from upr_protocol.failover import FailoverLog
 from upr_protocol.ids import Operation, PartitionId, PartitionState, SeqNo
-from upr_protocol.spark import batch_reader
 from upr_protocol.spark.errors import OptionError, PipelineError
 from upr_protocol.spark.leased_source import LeasedDataSource
 from upr_protocol.spark.read_tasks import ReadTask
@@ -398,12 +397,12 @@ def test_a_cut_is_read_under_its_own_lease_or_not_at_all(
     nobody would notice the rows that are missing. Nor are numbers that it never had wrong options.
     """
     driver = ModelDriverClient(1)
-    monkeypatch.setattr(batch_reader, "BucketDriverClient", lambda _: driver)
     driver.write(0, 0)
     cut = pin_cut(driver, lambda _: {})
     options = options_of_cut({"url": "upr://h/b"}, cut)
     source = LeasedDataSource({name.lower(): text for name, text in options.items()})
     reader = source.reader(StructType([StructField("seq", LongType())]))
+    monkeypatch.setattr(reader, "_driver_of", lambda _: driver)
     (task,) = reader.partitions()
     assert isinstance(task, ReadTask)
     assert driver.read(0, 0, 1, task.lease_id) == [(1, 0)]
