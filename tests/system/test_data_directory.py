@@ -249,10 +249,10 @@ async def namespace(mounts: str = "true") -> AsyncIterator[Namespace]:
 
 
 def write_advice(path: Path, why: str) -> str:
-    return (
-        f"{path} cannot be written: {why}; give the server's user write permission, or "
-        "choose another directory with --data-dir"
-    )
+    advice = "give the server's user write permission"
+    if why == "Read-only file system":
+        advice = "mount its file system for writing"
+    return f"{path} cannot be written: {why}; {advice}, or choose another directory with --data-dir"
 
 
 @pytest.mark.parametrize("state", ["with data", "empty", "missing"])
@@ -264,8 +264,7 @@ async def test_a_read_only_disk(data: Path, state: str) -> None:
     async with namespace(
         f"mount --bind {disk} {disk} && mount -o remount,bind,ro {disk} {disk}"
     ) as mounted:
-        # That there is something already is seen before anything is tried.
-        why = "Permission denied" if state == "with data" else "Read-only file system"
+        why = "Read-only file system"
         await refused(path, write_advice(path, why), program=mounted.program)
     assert path.exists() == (state != "missing")
 
