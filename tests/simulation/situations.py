@@ -67,14 +67,9 @@ async def fail_over_while_lagging(faults: Faults) -> None:
     """Changes are on their way to the replicas when the active node is killed."""
     source, *other_nodes = faults.roles()
     await _write_for_a_while(faults)
-    ways = [faults.network.link(source.name, other_node.name) for other_node in other_nodes]
-    before = [link.delay_s for link in ways]
-    for link in ways:
-        link.delay_s = 0.5
-    await trio.sleep(faults.draw.uniform(1.0, 2.0))
-    await faults.kill(source, silent_chance=0.0)
-    for link, delay_s in zip(ways, before, strict=True):
-        link.delay_s = delay_s
+    with _slow_links(faults, source, other_nodes, delay_s=0.5):
+        await trio.sleep(faults.draw.uniform(1.0, 2.0))
+        await faults.kill(source, silent_chance=0.0)
     await faults.operator.fail_over(source.name)
     await faults.start(source)
 
@@ -82,14 +77,9 @@ async def fail_over_while_lagging(faults: Faults) -> None:
 async def fail_over_while_trickling(faults: Faults) -> None:
     """The replicas get what the active node sends slowly, and far behind, when it is killed."""
     source, *other_nodes = faults.roles()
-    ways = [faults.network.link(source.name, other_node.name) for other_node in other_nodes]
-    before = [link.bytes_per_s for link in ways]
-    for link in ways:
-        link.bytes_per_s = 10 ** faults.draw.uniform(4.0, 5.0)
-    await trio.sleep(faults.draw.uniform(2.0, 6.0))
-    await faults.kill(source, silent_chance=0.0)
-    for link, bytes_per_s in zip(ways, before, strict=True):
-        link.bytes_per_s = bytes_per_s
+    with _slow_links(faults, source, other_nodes, bytes_per_s=10 ** faults.draw.uniform(4.0, 5.0)):
+        await trio.sleep(faults.draw.uniform(2.0, 6.0))
+        await faults.kill(source, silent_chance=0.0)
     await faults.operator.fail_over(source.name)
     await faults.start(source)
     await trio.sleep(faults.draw.uniform(1.0, 3.0))
@@ -310,6 +300,24 @@ def _slow_disk(faults: Faults, node: Node) -> Iterator[None]:
         yield
     finally:
         node.wear.delay_s = faults.mix.disk_s
+
+
+@contextmanager
+def _slow_links(
+    faults: Faults, source: Node, other_nodes: list[Node], **properties: float
+) -> Iterator[None]:
+    """The links from `source` to other nodes have these properties for as long as the context."""
+    links = [faults.network.link(source.name, other_node.name) for other_node in other_nodes]
+    before = [{name: getattr(link, name) for name in properties} for link in links]
+    for link in links:
+        for name, value in properties.items():
+            setattr(link, name, value)
+    try:
+        yield
+    finally:
+        for link, values in zip(links, before, strict=True):
+            for name, value in values.items():
+                setattr(link, name, value)
 
 
 def _names(nodes: list[Node]) -> list[str]:
