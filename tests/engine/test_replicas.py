@@ -321,7 +321,7 @@ def test_a_replica_does_not_apply_a_batch_whose_answer_was_forgotten_before_it_w
     ]
     end = SeqNo(2)
     assert active.answers_between(0, end) == []
-    replica.add_received(active.forgotten_between(SeqNo(0), end))
+    replica.add_received(active.too_old_answers(SeqNo(0), end))
     # It takes over, and may have replicas of its own.
     late.add_received(replica.answers_between(0, end))
     for batches in (replica, late):
@@ -335,9 +335,9 @@ def test_a_replica_does_not_apply_a_batch_whose_answer_was_forgotten_before_it_w
         assert batches.answer_unless_new(old, end) is Status.SUPERSEDED
     # Nothing is to be said where the snapshot has no effect of the writer, nor where the replica
     # has heard of what was forgotten, or will now.
-    assert active.forgotten_between(SeqNo(0), SeqNo(0)) == []
-    assert active.forgotten_between(SeqNo(3), SeqNo(3)) == []
-    assert active.forgotten_between(SeqNo(0), SeqNo(4)) == []
+    assert active.too_old_answers(SeqNo(0), SeqNo(0)) == []
+    assert active.too_old_answers(SeqNo(3), SeqNo(3)) == []
+    assert active.too_old_answers(SeqNo(0), SeqNo(4)) == []
 
 
 def test_what_was_forgotten_before_a_restart_is_too_old_on_replicas() -> None:
@@ -345,7 +345,7 @@ def test_what_was_forgotten_before_a_restart_is_too_old_on_replicas() -> None:
     result = MutateResult(HistoryId(1), SeqNo(7), SeqNo(7), Cas(1))
     active = RepeatedBatches(MemoryAccount(), {token: result}, SeqNo(9))
     replica = RepeatedBatches(MemoryAccount(), {}, SeqNo(0))
-    replica.add_received(active.forgotten_between(SeqNo(0), SeqNo(6)))
+    replica.add_received(active.too_old_answers(SeqNo(0), SeqNo(6)))
     chunk = Chunk.build([Mutation(Operation.SET, b"k", b"")])
     older, newer = (batch_of(chunk, WriterToken(token.writer, number)) for number in (6, 7))
     assert replica.answer_unless_new(older, SeqNo(6)) is Status.TOKEN_TOO_OLD
@@ -395,7 +395,7 @@ def test_a_replica_that_takes_over_applies_no_batch_twice(
             continue
         # The replica is half of what there is behind.
         end = SeqNo(heard + (len(tokens) - heard + 1) // 2)
-        rows = source.forgotten_between(heard, end) + source.answers_between(heard, end)
+        rows = source.too_old_answers(heard, end) + source.answers_between(heard, end)
         replica.add_received(rows)
         replica.answers.check_invariants()
         heard = end

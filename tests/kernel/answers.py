@@ -108,7 +108,7 @@ class SeveralAnswers:
         elif action < 0xD0:
             self.truncate(amount % 8, 1 + writer_number % 5)
         elif action < 0xD8:
-            self.each("assume_forgotten" if amount % 4 == 0 else "track_unsaved")
+            self.each("assume_forgotten_answers" if amount % 4 == 0 else "track_unsaved")
         elif action < 0xE0:
             self.refuse(has_refused=amount % 2 > 0)
         elif action < 0xE8:
@@ -130,5 +130,5 @@ class SeveralAnswers:
         for end in (self.high, self.high - 1, self.high // 2):
             self.each("moved_between", 0, end)
             self.each("moved_between", end // 2, end)
-        self.each("forgotten_between", self.high // 2, self.high)
-        self.each("forgotten_between", 0, self.high // 2)
+        self.each("too_old_tokens", self.high // 2, self.high)
+        self.each("too_old_tokens", 0, self.high // 2)

@@ -55,8 +55,8 @@ class AnswersMachine(RuleBasedStateMachine):
         self.answers.each("take_unsaved", max(0, self.answers.high - back), count_max)
 
     @rule()
-    def assume_forgotten(self) -> None:
-        self.answers.each("assume_forgotten")
+    def assume_forgotten_answers(self) -> None:
+        self.answers.each("assume_forgotten_answers")
 
     @rule()
     def track_unsaved(self) -> None:

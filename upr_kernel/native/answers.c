@@ -803,7 +803,7 @@ moved_between(Answers *self, PyObject *const *args, Py_ssize_t count)
 }
 
 static PyObject *
-assume_forgotten(Answers *self, PyObject *Py_UNUSED(ignored))
+assume_forgotten_answers(Answers *self, PyObject *Py_UNUSED(ignored))
 {
     for (Writer *writer = self->oldest; writer != NULL; writer = writer->behind) {
         writer->first_high = 0;
@@ -813,10 +813,10 @@ assume_forgotten(Answers *self, PyObject *Py_UNUSED(ignored))
 }
 
 static PyObject *
-forgotten_between(Answers *self, PyObject *const *args, Py_ssize_t count)
+too_old_tokens(Answers *self, PyObject *const *args, Py_ssize_t count)
 {
     uint64_t start, end;
-    if (!takes("forgotten_between", count, 2, 2) || !number_of(args[0], &start) ||
+    if (!takes("too_old_tokens", count, 2, 2) || !number_of(args[0], &start) ||
         !number_of(args[1], &end))
         return NULL;
     PyObject *list = PyList_New(0);
@@ -1145,11 +1145,11 @@ dealloc(Answers *self)
 
 static PyMethodDef methods[] = {
     {"answer_to", (PyCFunction)(void (*)(void))answer_to, METH_FASTCALL, NULL},
-    {"assume_forgotten", (PyCFunction)assume_forgotten, METH_NOARGS, NULL},
+    {"assume_forgotten_answers", (PyCFunction)assume_forgotten_answers, METH_NOARGS, NULL},
     {"attempt", (PyCFunction)attempt_of, METH_O, NULL},
     {"between", (PyCFunction)(void (*)(void))between, METH_FASTCALL, NULL},
     {"check_invariants", (PyCFunction)check_invariants, METH_NOARGS, NULL},
-    {"forgotten_between", (PyCFunction)(void (*)(void))forgotten_between, METH_FASTCALL, NULL},
+    {"too_old_tokens", (PyCFunction)(void (*)(void))too_old_tokens, METH_FASTCALL, NULL},
     {"is_new", (PyCFunction)(void (*)(void))is_new, METH_FASTCALL, NULL},
     {"moved_between", (PyCFunction)(void (*)(void))moved_between, METH_FASTCALL, NULL},
     {"newest", (PyCFunction)newest, METH_O, NULL},

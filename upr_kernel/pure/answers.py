@@ -462,7 +462,7 @@ class Answers:
     def moved_between(self, start: int, end: int, /) -> list[tuple[bytes, int, int, bytes]]:
         """Later answers, given at high numbers above `end`, to batches that had their effect in
         (`start`, `end`]: writer, counter, the number of the effect, and the answer. In the order in
-        which they were given. O(answers above `end`), O(1) if there are no later answers.
+        which they were given. O(answers above `end`); in C O(1) if there are no later answers.
 
         Args:
             start: See above.
@@ -478,14 +478,14 @@ class Answers:
             and start < change.applied_high <= end
         ]
 
-    def assume_forgotten(self) -> None:
+    def assume_forgotten_answers(self) -> None:
         """All answers came from a disk, which does not tell what was pushed out: of each writer
         there may have been older ones. O(writers)."""
         for answers in self._writers.values():
             answers.first_high = 0
             self._note_forgotten(answers, next(iter(answers.by_counter.values())).high)
 
-    def forgotten_between(self, start: int, end: int, /) -> list[tuple[bytes, int, int]]:
+    def too_old_tokens(self, start: int, end: int, /) -> list[tuple[bytes, int, int]]:
         """The writers of which answers were pushed out that were given above `start`, at least one
         at or below `end`, and of which none is remembered that was given at or below `end`: writer,
         the counter below its oldest remembered one, and its highest attempt. O(writers), and O(1)

@@ -21,7 +21,7 @@ IDENTITY_DEFAULT: Final = "client:python"
 CREDIT_TIMEOUT_S_DEFAULT: Final = 30.0
 """How long to wait for a server that grants no credit."""
 
-HASTY_TIMEOUT_S: Final = 2.0
+FIRST_ATTEMPT_TIMEOUT_S: Final = 2.0
 """How long the first connection to a host may take where the URL names others that may be up: a
 machine that is off refuses nothing. A host that takes longer has the whole time if no other can be
 reached."""
@@ -47,9 +47,9 @@ class DriverOptions:
     idle_interval_s: int = IDLE_INTERVAL_S_DEFAULT
     connect_timeout_s: float = HANDSHAKE_TIMEOUT_S
 
-    def in_haste(self) -> Self:
+    def for_first_attempt(self) -> Self:
         """The options of a first attempt at a host that others follow."""
-        timeout_s = min(HASTY_TIMEOUT_S, self.connect_timeout_s)
+        timeout_s = min(FIRST_ATTEMPT_TIMEOUT_S, self.connect_timeout_s)
         return attrs.evolve(self, connect_timeout_s=timeout_s)
 
     def session(self, now: float) -> ClientSession:

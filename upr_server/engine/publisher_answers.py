@@ -259,12 +259,12 @@ class PublisherAnswers:
         answers = self.kernel_answers.moved_between(start, end)
         return cast("list[tuple[bytes, int, SeqNo, bytes]]", answers)
 
-    def assume_forgotten(self) -> None:
+    def assume_forgotten_answers(self) -> None:
         """All answers came from the disk, which does not tell what later ones have pushed out.
         O(writers)."""
-        self.kernel_answers.assume_forgotten()
+        self.kernel_answers.assume_forgotten_answers()
 
-    def forgotten_between(self, start: int, end: int) -> list[tuple[WriterToken, int]]:
+    def too_old_tokens(self, start: int, end: int) -> list[tuple[WriterToken, int]]:
         """Names for what was forgotten: a replica that has heard of the answers up to `start`, and
         is to have all effects up to `end`, could take a forgotten batch for a new one. O(writers),
         and O(1) where nothing was forgotten that was answered above `start`.
@@ -274,7 +274,7 @@ class PublisherAnswers:
             remembered up to there, but something above `start` was forgotten: the highest token
             that counts as too old, and the writer's highest attempt.
         """
-        rows = self.kernel_answers.forgotten_between(start, end)
+        rows = self.kernel_answers.too_old_tokens(start, end)
         return [(WriterToken(writer, counter), attempt) for writer, counter, attempt in rows]
 
     def rows_above(self, seq: int, count_max: int = ALL_ANSWERS) -> Iterator[bytes]:

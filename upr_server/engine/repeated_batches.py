@@ -62,7 +62,7 @@ class RepeatedBatches:
             newest = self.answers.newest_answer(token.writer)
             if newest is None or newest[0].counter < token.counter:
                 self.answers.remember(token, pack_result(result), given_at, result.attempt)
-        self.answers.assume_forgotten()
+        self.answers.assume_forgotten_answers()
 
     # What becomes of a batch.
 
@@ -193,7 +193,7 @@ class RepeatedBatches:
         rows.sort(key=_NUMBER)
         return rows
 
-    def forgotten_between(self, start: SeqNo, end: SeqNo) -> list[tuple[bytes, int, SeqNo, bytes]]:
+    def too_old_answers(self, start: SeqNo, end: SeqNo) -> list[tuple[bytes, int, SeqNo, bytes]]:
         """Rows that stand for forgotten answers, to be sent before `answers_between(start, end)`.
         Without them, a replica that takes over at `end` would apply batches again whose effects it
         has: their answers were forgotten before they could be sent. O(writers), and O(1) mostly.
@@ -215,11 +215,11 @@ class RepeatedBatches:
                     MutateResult(NO_HISTORY, SeqNo(start + 1), start, Cas(0), attempt=attempt)
                 ),
             )
-            for token, attempt in self.answers.forgotten_between(start, end)
+            for token, attempt in self.answers.too_old_tokens(start, end)
         ]
 
     def add_received(self, rows: Iterable[tuple[bytes, int, SeqNo, bytes]]) -> None:
-        """Keeps what another node gave as `forgotten_between` and `answers_between`, for changes
+        """Keeps what another node gave as `too_old_answers` and `answers_between`, for changes
         that come next or just came."""
         for writer, counter, seq, answer in rows:
             token = WriterToken(writer, counter)

@@ -33,7 +33,7 @@ class Producer:
         """Counts a bucket's deletion."""
         for queue in self._queues:
             queue.count_deletion(bucket.name, bucket.incarnation)
-        self._queues.remove_overgrown()
+        self._queues.remove_oversized()
         self._on_change()
 
     def bucket_updated(self, bucket: Bucket, designs: Sequence[bytes], batch_count: int) -> None:

@@ -312,13 +312,13 @@ class EventQueues:
             del self._queues[name]
         return dead, min((queue.deadline for queue in self), default=float("inf"))
 
-    def remove_overgrown(self) -> None:
+    def remove_oversized(self) -> None:
         """Removes a queue whose consumer has missed too much, and does not ask. (The node's own are
         polled each second.) To be called whenever a bucket was deleted. It removes one at a time:
         to free its memory takes a millisecond or two."""
         for name, queue in self._queues.items():
-            is_overgrown = len(queue.counters) > COUNTERS_MAX and queue.asker is None
-            if is_overgrown and not is_own_consumer(name):
+            is_oversized = len(queue.counters) > COUNTERS_MAX and queue.asker is None
+            if is_oversized and not is_own_consumer(name):
                 del self._queues[name]
                 return
 

@@ -489,7 +489,7 @@ class Streamer:
         answered before it, so that it has the answers as soon as the snapshot counts."""
         if stream.answers_from is not None:
             batches = stream.partition.repeated_batches
-            answers = batches.forgotten_between(stream.answers_from, end)
+            answers = batches.too_old_answers(stream.answers_from, end)
             answers += batches.answers_between(stream.answers_from, end, STEP_ANSWERS)
             stream.answers_from = end
             if answers:

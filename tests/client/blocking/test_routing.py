@@ -22,7 +22,7 @@ from upr_protocol.client import (
 from upr_protocol.client.blocking import connection
 from upr_protocol.client.blocking.connection import SocketOptions
 from upr_protocol.client.blocking.connection_pool import BlockingConnectionPool
-from upr_protocol.client.options import HASTY_TIMEOUT_S
+from upr_protocol.client.options import FIRST_ATTEMPT_TIMEOUT_S
 from upr_protocol.errors import BrokenError, ServerError, Status
 from upr_protocol.ids import SEQ_MAX, Operation
 from upr_protocol.partition_map import Assignment
@@ -121,14 +121,17 @@ def test_a_host_that_hangs_has_the_whole_time_only_if_no_other_answers(
     options = SocketOptions(connect_timeout_s=10.0, dial=dial, clock=lambda: now)
     pool = BlockingConnectionPool(Address.parse(URL), options, random.random)
     assert pool.to_any_node().address.host == "b"
-    assert dialled == [("a", HASTY_TIMEOUT_S), ("b", HASTY_TIMEOUT_S)]
+    assert dialled == [("a", FIRST_ATTEMPT_TIMEOUT_S), ("b", FIRST_ATTEMPT_TIMEOUT_S)]
     pool.close()
     hanging.update("bc")
     dialled.clear()
     pool = BlockingConnectionPool(Address.parse(URL), options, random.random)
     with pytest.raises(BrokenError, match="timed out"):
         pool.to_any_node()
-    assert [host for host, timeout_s in dialled if timeout_s == HASTY_TIMEOUT_S] == ["a", "b"]
+    assert [host for host, timeout_s in dialled if timeout_s == FIRST_ATTEMPT_TIMEOUT_S] == [
+        "a",
+        "b",
+    ]
     assert [host for host, timeout_s in dialled if timeout_s == 10.0] == ["c", "a", "b"]
 
 

@@ -14,7 +14,7 @@ from tests.kit.fake_cluster import FakeCluster
 from tests.kit.fake_server import FakeConnection, FakeServer
 from upr_protocol.client import Address, Client, NotDurableError, connect
 from upr_protocol.client.core.retry import WAIT_S_MAX
-from upr_protocol.client.options import HASTY_TIMEOUT_S
+from upr_protocol.client.options import FIRST_ATTEMPT_TIMEOUT_S
 from upr_protocol.client.trio.client import LOCATE_S
 from upr_protocol.client.trio.dispatcher import REQUEST_RETRY_TIMEOUT_S
 from upr_protocol.errors import BrokenError, ClosedError, ServerError, Status, UprError
@@ -260,14 +260,14 @@ async def test_connect_goes_on_to_the_next_host_when_one_hangs(
 ) -> None:
     cluster.silent.add("a")
     async with connect(URL, dial=cluster.dial) as client:
-        assert trio.current_time() == pytest.approx(HASTY_TIMEOUT_S + LOCATE_S)
+        assert trio.current_time() == pytest.approx(FIRST_ATTEMPT_TIMEOUT_S + LOCATE_S)
         await client.set(key_of(cluster, 1), "v")
     began_at = trio.current_time()
     cluster.silent.update("bc")
     with pytest.raises(BrokenError, match="upr://b:12000/b: it did not answer in time"):
         async with connect(URL, dial=cluster.dial, connect_timeout_s=10):
             pass
-    assert trio.current_time() - began_at == pytest.approx(2 * HASTY_TIMEOUT_S + 30)
+    assert trio.current_time() - began_at == pytest.approx(2 * FIRST_ATTEMPT_TIMEOUT_S + 30)
 
 
 async def test_a_host_that_is_slow_is_connected_to_when_no_other_can_be(

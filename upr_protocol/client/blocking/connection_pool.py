@@ -88,7 +88,7 @@ class BlockingConnectionPool:
         error: UprError = BrokenError("no node is known")
         slow_hosts: list[Address] = []
         for host in hosts[:-1]:
-            began_at, options = self._options.clock(), self._options.in_haste()
+            began_at, options = self._options.clock(), self._options.for_first_attempt()
             try:
                 return self._connect(host, options)
             except UprError as failure:

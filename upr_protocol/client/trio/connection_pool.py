@@ -231,8 +231,8 @@ class ConnectionPool(Generic[H]):
         while True:
             hosts = node.address.each_node()
             # The last one has the whole time, and the others have it in a second round.
-            is_hasty = not self._was_connected and attempts < len(hosts) - 1
-            options = self._options.in_haste() if is_hasty else self._options
+            is_first_attempt = not self._was_connected and attempts < len(hosts) - 1
+            options = self._options.for_first_attempt() if is_first_attempt else self._options
             error = await self._connect_once(node, hosts[attempts % len(hosts)], options)
             was_up, node.connection, node.is_down = node.connection is not None, None, True
             if self._owner.is_finished:
@@ -242,7 +242,7 @@ class ConnectionPool(Generic[H]):
             attempts += not was_up
             if not self._was_connected:
                 timed_out_at = node.dialled_at + options.connect_timeout_s
-                is_any_slow |= is_hasty and trio.current_time() >= timed_out_at
+                is_any_slow |= is_first_attempt and trio.current_time() >= timed_out_at
                 if attempts < (2 * len(hosts) - 1 if is_any_slow else len(hosts)):
                     continue
                 raise error
