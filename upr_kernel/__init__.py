@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Final
 from upr_kernel.defects import ChunkDefectError, Defect
 from upr_kernel.flags import HAS_PREFIX, HAS_SEQS, MAY_EXPIRE, SEQS_RISE, UNCONDITIONAL
 
-REVISION: Final = 19
+REVISION: Final = 20
 """Raised with each change of the interface: a library that was built before it is not used."""
 
 NATIVE: Final = "native"

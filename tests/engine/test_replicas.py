@@ -358,6 +358,81 @@ def test_what_was_forgotten_before_a_restart_is_too_old_on_replicas() -> None:
     assert restarted.is_new(newer)
 
 
+@pytest.mark.parametrize("further_count", [0, 1, BATCHES_MAX, BATCHES_MAX + 20])
+def test_a_replica_that_rolled_back_hears_of_the_answers_that_it_lost(further_count: int) -> None:
+    """It was active, and undid more batches of a writer than it remembers, with which it forgot the
+    batches before them. The node that was active meanwhile knows these."""
+    writer, start = bytes(16), SeqNo(BATCHES_MAX + 10)
+    former, active = (RepeatedBatches(MemoryAccount(), {}, SeqNo(0)) for _ in range(2))
+
+    def apply(batches: RepeatedBatches, number: int, history: int) -> None:
+        seq = SeqNo(number)
+        result = MutateResult(HistoryId(history), seq, seq, Cas(history), attempt=1)
+        batches.remember(WriterToken(writer, number), result, seq)
+
+    for number in range(1, start + 1):
+        apply(former, number, 1)
+        apply(active, number, 1)
+    for number in range(start + 1, start + BATCHES_MAX + 20):
+        apply(former, number, 1)
+    former.answers.truncate(start)
+    end = SeqNo(start + further_count)
+    for number in range(start + 1, end + 1):
+        apply(active, number, 2)
+    again = [
+        batch_of(CHUNK, WriterToken(writer, number), attempt=2) for number in range(1, end + 9)
+    ]
+    assert all(map(former.is_new, again)), "it recognises none"
+    former.add_received(active.earlier_answers(start))
+    # The next snapshot has all that the active node has done since.
+    former.add_received(active.too_old_answers(start, end) + active.answers_between(start, end))
+    former.answers.check_invariants()
+    late = RepeatedBatches(MemoryAccount(), {}, SeqNo(0))
+    late.add_received(former.answers_between(0, end))
+    for batches in (former, late):
+        assert not any(map(batches.is_new, again[:end]))
+        assert all(map(batches.is_new, again[end:])), "these were undone"
+        assert batches.answer_unless_new(again[0], end) is Status.TOKEN_TOO_OLD
+    # To say it again changes nothing.
+    rows = former.answers_between(0, end)
+    former.add_received(active.earlier_answers(end))
+    assert former.answers_between(0, end) == rows
+
+
+def test_a_replica_hears_of_writers_of_whom_all_early_answers_were_forgotten() -> None:
+    """It rolled back to where it heard of none of what the active node still remembers."""
+    writer = bytes(16)
+    active, replica = (RepeatedBatches(MemoryAccount(), {}, SeqNo(0)) for _ in range(2))
+    for number in range(1, BATCHES_MAX + 11):
+        result = MutateResult(HistoryId(1), SeqNo(number), SeqNo(number), Cas(1))
+        active.remember(WriterToken(writer, number), result, SeqNo(number))
+    replica.add_received(active.earlier_answers(SeqNo(10)))
+    again = [batch_of(CHUNK, WriterToken(writer, number)) for number in range(1, 21)]
+    assert [replica.is_new(batch) for batch in again] == [False] * 10 + [True] * 10
+    # Where nothing of the writer has an effect yet, nothing is too old.
+    late = RepeatedBatches(MemoryAccount(), {}, SeqNo(0))
+    late.add_received(active.earlier_answers(SeqNo(0)))
+    assert all(map(late.is_new, again))
+
+
+def test_an_earlier_answer_that_has_moved_is_known_by_its_effect() -> None:
+    token, start = WriterToken(bytes(16), 1), SeqNo(20)
+    active, replica = (RepeatedBatches(MemoryAccount(), {}, SeqNo(0)) for _ in range(2))
+    active.remember(token, MutateResult(HistoryId(1), SeqNo(9), SeqNo(9), Cas(9)), SeqNo(9))
+    again = batch_of(CHUNK, token, attempt=2)
+    assert active.answer_unless_new(again, SeqNo(40)) is not None
+    assert active.earlier_answers(SeqNo(8)) == []
+    replica.add_received(active.earlier_answers(start))
+    assert not replica.is_new(again)
+    replica.add_received(active.answers_between(start, SeqNo(40)))
+    assert replica.answers.newest_attempt(token.writer) == 2
+    # Rolled back below what it was told, it knows the effect still; below the effect not.
+    for seq, is_new in ((15, False), (8, True)):
+        replica.answers.truncate(seq)
+        replica.answers.check_invariants()
+        assert replica.is_new(again) is is_new
+
+
 @given(
     st.lists(
         st.tuples(st.integers(0, 3), st.integers(1, 3), st.sampled_from([0, 60, 1000])) | st.none(),

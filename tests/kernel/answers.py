@@ -130,5 +130,7 @@ class SeveralAnswers:
         for end in (self.high, self.high - 1, self.high // 2):
             self.each("moved_between", 0, end)
             self.each("moved_between", end // 2, end)
+        for seq in (self.high, self.high - 1, self.high // 2):
+            self.each("newest_at", seq)
         self.each("too_old_tokens", self.high // 2, self.high)
         self.each("too_old_tokens", 0, self.high // 2)

@@ -47,6 +47,7 @@ from upr_protocol.limits import WINDOW_BYTES_MIN
 from upr_protocol.partition_map import Assignment, HistoryPoint
 from upr_protocol.transport import dial_tcp
 from upr_server.engine import Partition, WriterToken, batch_of
+from upr_server.engine.publisher_answers import BATCHES_MAX
 from upr_server.storage.bucket_storage import BucketStorage
 from upr_server.storage.calls import Commit
 from upr_server.storage.online.flusher import Flusher
@@ -501,6 +502,42 @@ async def test_answers_to_publishers_survive_a_failover() -> None:
             again = active.mutate(batch_of(batches[-1][1], token), now=1e9)
             assert again.is_repeated, "it has no second effect"
             assert again.counters == [(0, 20)]
+
+
+async def test_a_replica_that_rolled_back_recognises_earlier_batches() -> None:
+    """It undoes more batches of a writer than it remembers, and becomes active. A task of that
+    writer runs again from its beginning."""
+    async with cluster(undo_mutations=64 * 1024) as group:
+        deltas, earlier_count = CounterDelta(1, 1).encode(), 10
+        chunk = Chunk.build((Mutation(Operation.INCREMENT, key_in(0), deltas),))
+        async with publisher(group.nodes["a"].url, follow_map=False) as sender:
+            for index in range(earlier_count + BATCHES_MAX):
+                await sender.publish_and_wait(PartitionId(0), chunk)
+                if index + 1 == earlier_count:
+                    # Another writer's: the answer at the very end is sent in any case.
+                    await write(group, "a", 20)
+                    await group.quiet()
+                    await group.nodes["c"].kill()
+        a, b = group.nodes["a"].held[0], group.nodes["b"].held[0]
+        (writer, counter, _, _), *_ = a.repeated_batches.answers.answers_between(0, a.high_seq)
+        await eventually(partial(has_come_to, b, a.high_seq), "b has it too")
+        await group.nodes["a"].kill()
+        await group.start("c")
+        for active, replica in (("c", "b"), ("b", "c")):
+            assignment = Assignment(active, {"a": "", replica: ""})
+            new_map = group.map.with_assignments({PartitionId(n): assignment for n in range(P)})
+            await group.give(new_map, "c", "b")
+            if active == "c":
+                await group.start("a")
+            async with connect(group.nodes[active].url, follow_map=False) as client:
+                await client.set(key_in(0), "1")
+            await group.quiet()
+        newest, older = (batch_of(chunk, WriterToken(writer, counter - back)) for back in (1, 2))
+        b = group.nodes["b"].held[0]
+        assert b.mutate(older, now=1e9).status is Status.TOKEN_TOO_OLD
+        again = b.mutate(newest, now=1e9)
+        assert again.is_repeated
+        assert again.counters == [(0, earlier_count)]
 
 
 async def test_an_answer_waits_for_the_copies_that_its_level_asks_for() -> None:

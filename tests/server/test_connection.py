@@ -676,6 +676,33 @@ async def test_a_replica_hears_of_answers_that_were_forgotten_before_they_were_s
         assert (await peer.hear(PartitionEnd)).end == 1
 
 
+async def test_a_replica_hears_once_of_the_answers_that_a_rollback_may_have_taken() -> None:
+    """Where it begins, it is told of each writer's newest batch up to there."""
+    server, writer = make_server(node="a"), bytes(16)
+    async with connected(server, identity="replica:r") as peer:
+        await name_replica(server)
+        await peer.open()
+        partition = server.catalog.bucket("b").partitions[P0]
+        answers = partition.repeated_batches.answers
+        for counter, key in enumerate((b"k", b"l"), 1):
+            await peer.mutate(sets(key))
+            answers.remember(WriterToken(writer, counter), b"answer", SeqNo(counter))
+        position = Position(partition.failover_log, SeqNo(2), SeqNo(2))
+        assert (await peer.ask(position, with_answers=True)).status == Status.OK
+        await peer.say(Go())
+        told: list[list[tuple[bytes, int, int]]] = []
+        for key in (b"m", b"n"):
+            await peer.say(Mutate(Bundle.of_one_run(P0, sets(key)), opaque=peer.opaque()))
+            told.append([])
+            while not isinstance(
+                message := await peer.hear(Message), PartitionEnd | PartitionSnapshot
+            ):
+                if isinstance(message, PartitionAnswers):
+                    told[-1] += [row[:3] for row in message.rows]
+        # What was answered where it begins follows as it does for each replica.
+        assert told == [[(writer, 2, 2)] * 2, []]
+
+
 async def test_a_stream_with_an_end_ends_at_that_snapshot() -> None:
     async with connected(make_server()) as peer:
         await peer.open()

@@ -116,6 +116,13 @@ answer_release(Answer *answer)
     free(answer);
 }
 
+/* The high number with the batch's effect. */
+static uint64_t
+effect_high(const Answer *answer)
+{
+    return answer->has_applied_high ? answer->applied_high : answer->high;
+}
+
 static bool
 outlives(const Answer *answer, uint64_t seq)
 {
@@ -642,7 +649,7 @@ replace_newest(Answers *self, PyObject *const *args, Py_ssize_t count)
     if (writer == NULL)
         return PyErr_Format(PyExc_KeyError, "no such writer");
     Answer *replaced = newest_of(writer);
-    uint64_t applied_high = replaced->has_applied_high ? replaced->applied_high : replaced->high;
+    uint64_t applied_high = effect_high(replaced);
     /* All memory first: without any answer the batch would count as new. */
     Answer *answer = reserve_order(self) ? answer_new(id, replaced->counter, high) : NULL;
     if (answer == NULL)
@@ -832,6 +839,24 @@ too_old_tokens(Answers *self, PyObject *const *args, Py_ssize_t count)
         if (row == NULL || PyList_Append(list, row) < 0)
             Py_CLEAR(list);
         Py_XDECREF(row);
+    }
+    return list;
+}
+
+static PyObject *
+newest_at(Answers *self, PyObject *object)
+{
+    uint64_t seq;
+    if (!number_of(object, &seq))
+        return NULL;
+    PyObject *list = PyList_New(0);
+    const Writer *writer = self->oldest;
+    for (; list != NULL && writer != NULL; writer = writer->behind) {
+        uint32_t index = writer->count;
+        while (index && effect_high(*ring_at(writer, index - 1)) > seq)
+            index--;
+        if (index && !append_row(list, *ring_at(writer, index - 1), seq))
+            Py_CLEAR(list);
     }
     return list;
 }
@@ -1153,6 +1178,7 @@ static PyMethodDef methods[] = {
     {"is_new", (PyCFunction)(void (*)(void))is_new, METH_FASTCALL, NULL},
     {"moved_between", (PyCFunction)(void (*)(void))moved_between, METH_FASTCALL, NULL},
     {"newest", (PyCFunction)newest, METH_O, NULL},
+    {"newest_at", (PyCFunction)newest_at, METH_O, NULL},
     {"note_applied", (PyCFunction)(void (*)(void))note_applied, METH_FASTCALL, NULL},
     {"remember", (PyCFunction)(void (*)(void))remember, METH_FASTCALL, NULL},
     {"replace_newest", (PyCFunction)(void (*)(void))replace_newest, METH_FASTCALL, NULL},

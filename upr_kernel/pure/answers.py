@@ -48,6 +48,11 @@ class _Change:
         self.is_forgotten = False
         self.applied_high: int | None = None
 
+    @property
+    def effect_high(self) -> int:
+        """The high number with the batch's effect."""
+        return self.high if self.applied_high is None else self.applied_high
+
     def outlives(self, seq: int) -> bool:
         """Whether the answer is still true after a truncation to `seq`, below `high`: the batch had
         its effect at or below `seq`."""
@@ -373,7 +378,7 @@ class Answers:
             raise KeyError(writer)
         counter = answers.newest_counter
         replaced = answers.by_counter[counter]
-        applied_high = replaced.high if replaced.applied_high is None else replaced.applied_high
+        applied_high = replaced.effect_high
         self._forget(replaced, answers, high)
         # Its other answers have lower counters.
         answers.newest_counter = counter - 1
@@ -501,6 +506,19 @@ class Answers:
                 and counter
             ):
                 rows.append((writer, counter - 1, answers.attempt))
+        return rows
+
+    def newest_at(self, seq: int, /) -> list[tuple[bytes, int, int, bytes]]:
+        """Of each writer the newest batch that had its effect at or below `seq`, if its answer is
+        remembered: writer, counter, `seq`, and the answer. Writers heard from last come last.
+        O(answers)."""
+        rows: list[tuple[bytes, int, int, bytes]] = []
+        for answers in self._writers.values():
+            for change in reversed(answers.by_counter.values()):
+                if change.effect_high <= seq:
+                    assert change.answer is not None
+                    rows.append((*change.token, seq, change.answer))
+                    break
         return rows
 
     def rows_above(self, seq: int, place: int, count_max: int, /) -> tuple[bytes, int]:

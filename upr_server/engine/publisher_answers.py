@@ -277,6 +277,12 @@ class PublisherAnswers:
         rows = self.kernel_answers.too_old_tokens(start, end)
         return [(WriterToken(writer, counter), attempt) for writer, counter, attempt in rows]
 
+    def newest_answers_at(self, seq: int) -> list[tuple[bytes, int, SeqNo, bytes]]:
+        """Of each writer the newest batch that had its effect at or below `seq`, if its answer is
+        remembered: writer, counter, `seq`, and the answer. O(answers)."""
+        rows = self.kernel_answers.newest_at(seq)
+        return cast("list[tuple[bytes, int, SeqNo, bytes]]", rows)
+
     def rows_above(self, seq: int, count_max: int = ALL_ANSWERS) -> Iterator[bytes]:
         """What deletes from the disk the answers given at numbers above `seq`, except those to
         batches that had their effect at or below it: rows as `take_unsaved` gives them. Each step

@@ -206,21 +206,39 @@ class RepeatedBatches:
             Writer, counter, `start`, and an answer in no history, as batches up to there are too
             old.
         """
+        return self._too_old_rows(start, end, start)
+
+    def earlier_answers(self, seq: SeqNo) -> list[tuple[bytes, int, SeqNo, bytes]]:
+        """Rows for a replica that begins at `seq`, to be sent before its first snapshot. The
+        replica may have rolled back to there: its answers to the batches that it undid had pushed
+        out those to earlier ones, which were not undone. One row of each writer is enough, as what
+        is older is too old then. O(answers).
+
+        Args:
+            seq: Up to where the replica has all effects.
+
+        Returns:
+            Writer, counter, `seq` and answer.
+        """
+        return self._too_old_rows(SeqNo(0), seq, seq) + self.answers.newest_answers_at(seq)
+
+    def _too_old_rows(
+        self, start: SeqNo, end: SeqNo, seq: SeqNo
+    ) -> list[tuple[bytes, int, SeqNo, bytes]]:
+        """The `too_old_tokens` as rows with the number `seq`."""
         return [
             (
                 token.writer,
                 token.counter,
-                start,
-                pack_result(
-                    MutateResult(NO_HISTORY, SeqNo(start + 1), start, Cas(0), attempt=attempt)
-                ),
+                seq,
+                pack_result(MutateResult(NO_HISTORY, SeqNo(seq + 1), seq, Cas(0), attempt=attempt)),
             )
             for token, attempt in self.answers.too_old_tokens(start, end)
         ]
 
     def add_received(self, rows: Iterable[tuple[bytes, int, SeqNo, bytes]]) -> None:
-        """Keeps what another node gave as `too_old_answers` and `answers_between`, for changes
-        that come next or just came."""
+        """Keeps what another node gave as `earlier_answers`, `too_old_answers` and
+        `answers_between`, for changes that come next or just came."""
         for writer, counter, seq, answer in rows:
             token = WriterToken(writer, counter)
             newest = self.answers.newest_answer(writer)

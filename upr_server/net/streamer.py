@@ -92,6 +92,8 @@ class _Stream:
     key_prefix: bytes = b""
     answers_from: SeqNo | None = None
     """From which number on answers to publishers are to be sent; None for none."""
+    lacks_earlier_answers: bool = False
+    """Whether those are to be sent, too, that a rollback may have taken from the replica."""
     unsent_end: _UnsentEnd | None = None
     """The snapshot's end that waits until all answers before it were sent."""
     snapshot_end: SeqNo = SeqNo(0)
@@ -265,6 +267,7 @@ class Streamer:
             # Answers count from a snapshot's end on. Of a snapshot that the replica was cut in it
             # may have got some already, but has taken in none.
             stream.answers_from = request.position.last_complete
+            stream.lacks_earlier_answers = stream.answers_from > 0
         self._streams[partition.id] = stream
         if reader.poll():
             self._session.mark_ready(partition.id)
@@ -490,6 +493,9 @@ class Streamer:
         if stream.answers_from is not None:
             batches = stream.partition.repeated_batches
             answers = batches.too_old_answers(stream.answers_from, end)
+            if stream.lacks_earlier_answers:
+                answers = batches.earlier_answers(stream.answers_from) + answers
+                stream.lacks_earlier_answers = False
             answers += batches.answers_between(stream.answers_from, end, STEP_ANSWERS)
             stream.answers_from = end
             if answers:
