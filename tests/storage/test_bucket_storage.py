@@ -9,6 +9,7 @@ from typing import Any, Final
 
 import pytest
 
+from tests.storage.full_disk import FullDisk
 from tests.storage.log_model import Model, chunk_of, record_of, row
 from upr_protocol.chunk import Chunk
 from upr_protocol.ids import Operation
@@ -416,6 +417,30 @@ def test_a_full_disk_is_compacted_below_the_usual_garbage_limit(
     assert 3 < full < 100
     for partition, high in enumerate(model.highs):
         model.check_read(bucket.log, partition, 0, high)
+
+
+def test_a_disk_with_room_for_small_steps_only_is_compacted() -> None:
+    """Others may have taken the room that commits leave. A large step then finds none, and nothing
+    else would ever make any."""
+    log, index = FullDisk(), FullDisk()
+    bucket = new_bucket(log, index)
+    random, model = Random(13), Model(PARTITIONS)
+    for _ in range(200):
+        overwrite(bucket, model, random)
+    chunk_bytes = sum(bucket.log.chunk_bytes().values())
+    # Room to rewrite one chunk, and to index one of 20 mutations and the watermark.
+    log.changes_max, index.changes_max = 4, 21
+    tidy(bucket, urgent=True)
+    assert sum(bucket.log.chunk_bytes().values()) < chunk_bytes / 4
+    log.changes_max = index.changes_max = 1 << 62
+    for _ in range(20):
+        overwrite(bucket, model, random)
+    tidy(bucket, urgent=True)
+    for partition, high in enumerate(model.highs):
+        model.check_read(bucket.log, partition, 0, high)
+        mark = bucket.index.watermark(partition)
+        assert (mark.seq, mark.item_count) == (high, len(model.contents(partition, high)))
+    assert (bucket._mutations_to_index, bucket._bytes_to_compact) == (300, COMPACTION_BYTES)
 
 
 @pytest.mark.parametrize("error", [DiskFullError("no room"), CorruptionError("damaged")])

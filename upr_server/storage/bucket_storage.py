@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Final
+from typing import Final, TypeVar
 
 import msgspec
 
@@ -20,6 +20,8 @@ from upr_server.storage.errors import CorruptionError, DiskFullError
 from upr_server.storage.key_index import KeyIndex
 from upr_server.storage.ordered_map import OrderedMap
 from upr_server.storage.records import LeaseRecord, PartitionRecord, Watermark
+
+Answer = TypeVar("Answer")
 
 INDEX_MUTATIONS: Final = 32 * 1024
 """Mutations that one step of indexing takes in: 20 to 40 ms, for which a commit may wait."""
@@ -171,8 +173,10 @@ class BucketStorage:
         # Where the look for the next partition to compact begins.
         self._next_to_compact = 0
         self._steps_in_round = 0
-        # Fewer than `INDEX_DELETE_KEYS` only while the disk has no room for so many.
+        # How much one step does. Less than the most only while the disk has no room for so much.
         self._keys_to_delete = INDEX_DELETE_KEYS
+        self._mutations_to_index = INDEX_MUTATIONS
+        self._bytes_to_compact = COMPACTION_BYTES
         self._is_full = False
         self._commits = 0
         self._compactions = 0
@@ -367,16 +371,12 @@ class BucketStorage:
         """Deletes some of a partition's index entries, and returns whether there may be more. Each
         writes its pages anew, and one that expires has a second record elsewhere: a full disk may
         have room for fewer. Their pages are free for later commits."""
-        while True:
-            try:
-                has_more = self.index.delete_entries(partition, self._keys_to_delete)
-            except DiskFullError:
-                if self._keys_to_delete == 1:
-                    raise
-                self._keys_to_delete = max(1, self._keys_to_delete // 8)
-            else:
-                self._keys_to_delete = min(2 * self._keys_to_delete, INDEX_DELETE_KEYS)
-                return has_more
+        has_more, self._keys_to_delete = _in_step_that_fits(
+            lambda keys_max: self.index.delete_entries(partition, keys_max),
+            self._keys_to_delete,
+            INDEX_DELETE_KEYS,
+        )
+        return has_more
 
     # Maintenance.
 
@@ -506,7 +506,11 @@ class BucketStorage:
                 usage.high - (keep_unindexed * usage.lag + rounding_up) // lag_sum
             )
         try:
-            marks = self.index.follow_logs(stop_seqs, INDEX_MUTATIONS)
+            marks, self._mutations_to_index = _in_step_that_fits(
+                lambda mutations_max: self.index.follow_logs(stop_seqs, mutations_max),
+                self._mutations_to_index,
+                INDEX_MUTATIONS,
+            )
         except CorruptionError:
             # Of which partition is told by indexing this one alone.
             return (), self._follow_alone(partition, stop_seqs[partition])
@@ -577,7 +581,13 @@ class BucketStorage:
         leased_ranges = [
             (start, end) for partition, start, end in leases if partition == compaction.partition
         ]
-        step = compaction.step(COMPACTION_BYTES, leased_ranges, purge_before_cas, lapsed_leases)
+        step, self._bytes_to_compact = _in_step_that_fits(
+            lambda bytes_max: compaction.step(
+                bytes_max, leased_ranges, purge_before_cas, lapsed_leases
+            ),
+            self._bytes_to_compact,
+            COMPACTION_BYTES,
+        )
         usage.chunk_bytes += step.grown_bytes
         usage.purge_seq = step.purge_seq
         if step.is_done:
@@ -621,3 +631,30 @@ class BucketStorage:
         """Closes the files of both."""
         self.log.ordered_map.close()
         self.index.ordered_map.close()
+
+
+def _in_step_that_fits(
+    step: Callable[[int], Answer], size: int, size_max: int
+) -> tuple[Answer, int]:
+    """Takes a step of `size`, or a smaller one if a full disk has no room for that. Each step
+    writes its pages anew, and those of before are free for later steps: so small ones may go on,
+    and make room, where a large one cannot.
+
+    Args:
+        step: Takes a step of a size. If there is no room for it, it changes nothing.
+        size: The size to begin with.
+        size_max: The largest size.
+
+    Returns:
+        What the step answers, and the size of the next one.
+
+    Raises:
+        DiskFullError: There is no room even for a step of size 1.
+    """
+    while True:
+        try:
+            return step(size), min(2 * size, size_max)
+        except DiskFullError:
+            if size == 1:
+                raise
+            size = max(1, size // 8)
