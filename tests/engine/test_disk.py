@@ -332,6 +332,7 @@ class OnDisk(RuleBasedStateMachine):
             newest = model.now.get(row.key)
             is_newest = newest is not None and newest.seq == row.seq
             expired = partition.expire_stored(row.key, row.seq, self.time)
+            partition.snapshots.wake()
             if expired:
                 assert is_newest
                 model.store(Operation.EXPIRE, row.key)

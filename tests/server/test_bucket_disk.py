@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any, Final
 
 import pytest
@@ -16,6 +17,7 @@ import trio.testing
 from tests.engine.helpers import put, read
 from tests.kit.held_store import HeldStore
 from tests.kit.memory_network import HOST, PARTITIONS, MemoryNetwork, node
+from tests.kit.steps import LargestStep
 from tests.server.test_backfill import a_partition
 from tests.server.test_connection import P0, sets
 from tests.server.test_durability import (
@@ -489,6 +491,67 @@ async def test_observers_hear_once_of_all_items_that_the_disk_reports_as_expired
         await server.catalog.disks[bucket].expire_on_disk(2000.0)
         assert [partition.high_seq for partition in bucket.partitions] == [80, 82]
     assert sorted(updates) == [([], 1), ([b"_design/x"], 1)]
+
+
+async def test_what_has_expired_on_disk_is_deleted_in_steps(
+    autojump_clock: trio.testing.MockClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All that one read finds takes 4 to 7 ms, and more to wake a hundred readers."""
+    monkeypatch.setattr(bucket_disk, "EXPIRED_STEP", 8)
+    monkeypatch.setattr(bucket_disk, "WOKEN_STEP", 10)
+    async with serving(SimulatedStore(), 4) as server:
+        bucket = server.catalog.bucket(BUCKET)
+        partitions, disk = bucket.partitions, server.catalog.disks[bucket]
+        for partition in partitions:
+            partition.mutate(batch_of(batch(0, 20, expiry=1500, nbytes=1)), now=NOW)
+        await trio.sleep(10)
+        woken: list[Partition] = []
+        for partition in partitions:
+            while partition.manager.free_oldest() or partition.eviction.evict(1000):
+                pass
+            for _ in range(9):
+                on_ready = partial(woken.append, partition)
+                reader = partition.manager.register("reader", SeqNo(20), on_ready=on_ready).cursor
+                assert not reader.poll()
+        largest_steps = [
+            LargestStep(lambda: sum(partition.high_seq for partition in partitions)),
+            LargestStep(lambda: len(woken)),
+        ]
+        for largest_step in largest_steps:
+            trio.lowlevel.add_instrument(largest_step)
+        await disk.expire_on_disk(2000.0)
+        for largest_step in largest_steps:
+            trio.lowlevel.remove_instrument(largest_step)
+        assert [partition.high_seq for partition in partitions] == [40] * 4
+        assert sorted(partition.id for partition in woken) == sorted([*range(4)] * 9)
+        assert [largest_step.added_count for largest_step in largest_steps] == [8, 9]
+        assert not any(partition.eviction.pin_count for partition in partitions)
+        await trio.sleep(1)
+        assert disk.flusher.lag_mutations == 0
+
+
+async def test_a_look_for_expired_items_that_is_cancelled_leaves_nothing_behind(
+    autojump_clock: trio.testing.MockClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What it has deleted goes to disk: a clean stop says that everything is there."""
+    monkeypatch.setattr(bucket_disk, "EXPIRED_STEP", 8)
+    async with serving(SimulatedStore(), 1) as server:
+        bucket = server.catalog.bucket(BUCKET)
+        partition, disk = bucket.partitions[0], server.catalog.disks[bucket]
+        partition.mutate(batch_of(batch(0, 20, expiry=1500, nbytes=1)), now=NOW)
+        await trio.sleep(10)
+        while partition.manager.free_oldest() or partition.eviction.evict(1000):
+            pass
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(disk.expire_on_disk, 2000.0)
+            while partition.high_seq == 20:
+                await trio.lowlevel.checkpoint()
+            nursery.cancel_scope.cancel()
+        high_seq = partition.high_seq
+        assert 20 < high_seq < 40
+        assert not partition.eviction.pin_count
+        await trio.sleep(1)
+        assert partition.manager.persistence.committed_seq == high_seq
 
 
 class _FailingLooks(SimulatedStore):

@@ -486,8 +486,9 @@ class Partition:
     def expire_stored(self, key: bytes, seq: SeqNo, now: float) -> bool:
         """Deletes an item that the disk reports as expired, unless the key has changed since.
 
-        The eviction must have been pinned since before the disk was asked. The observer is not
-        told: `notify_expired` does so for many items at once.
+        The eviction must have been pinned since before the disk was asked. Neither the observer
+        nor the readers, of which the disk's own is one, are told: `notify_expired` and
+        `snapshots.wake` do so for many items at once.
 
         Args:
             key: The key.
@@ -506,7 +507,6 @@ class Partition:
         if self.eviction.pinned_seq < self.eviction.restored_seq:
             return False
         self._store_expiry(key, now)
-        self.snapshots.wake()
         return True
 
     def _store_expiry(self, key: bytes, now: float) -> None:

@@ -41,6 +41,14 @@ from upr_server.storage.records import LeaseRecord, PartitionRecord
 DUE_MAX: Final = 512
 """Expired items that are read from disk at a time."""
 
+EXPIRED_STEP: Final = 128
+"""Expired items that are deleted before other tasks run: a millisecond, as each is a mutation of
+its own."""
+
+WOKEN_STEP: Final = 1024
+"""Readers that are woken before other tasks run: below a millisecond. Every consumer may wait in
+every partition."""
+
 EXPIRED_PASSED_MAX: Final = 16 * 1024
 """Expired items that one call passes over, about: the disk has them, and they cannot be deleted
 now. Millions may wait, for instance while a partition waits for a failover."""
@@ -266,23 +274,31 @@ class BucketDisk:
         """Goes over the next `DUE_MAX` expired items. Returns how many it has passed over."""
         pins = [(partition.eviction, partition.eviction.pin()) for partition in partitions]
         deleted_keys: list[bytes] = []
+        changed_partitions: dict[Partition, None] = {}
         try:
             items, self._expired_after = await self.store.ask(
                 FindExpired(self.bucket.name, int(now), self._expired_after, DUE_MAX)
             )
-            if self.bucket.partitions is not partitions:
-                # The bucket was deleted meanwhile, and another may have its name.
-                self._expired_after = b""
-                return 0
-            for item in items:
+            for count, item in enumerate(items):
+                if count and count % EXPIRED_STEP == 0:
+                    await trio.lowlevel.checkpoint()
+                if self.bucket.partitions is not partitions:
+                    # The bucket was deleted meanwhile, and another may have its name.
+                    self._expired_after = b""
+                    return 0
                 partition = partitions[item.partition]
                 eviction, pin = pins[item.partition]
                 is_certain = eviction.is_index_ready and eviction.is_pinned(pin)
                 if is_certain and partition.expire_stored(item.key, item.seq, now):
                     deleted_keys.append(item.key)
+                    changed_partitions[partition] = None
             # Once: there may be a hundred consumers of events. All partitions have one observer.
             partitions[0].notify_expired(deleted_keys)
+            await _wake_readers(changed_partitions)
         finally:
+            # After a cancellation, too: who is not woken may never look, and the disk is one.
+            for partition in changed_partitions:
+                partition.snapshots.wake()
             for eviction, pin in pins:
                 eviction.unpin(pin)
         return DUE_MAX - len(deleted_keys)
@@ -297,6 +313,18 @@ class BucketDisk:
             "fetch": {"batches": self._fetches, "items": self._fetched_count},
             "leases": self.leases.statistics(),
         }
+
+
+async def _wake_readers(changed_partitions: dict[Partition, None]) -> None:
+    """Wakes those that wait for something to read, in steps. The partitions are taken out."""
+    woken_count = 0
+    while changed_partitions:
+        partition, _ = changed_partitions.popitem()
+        woken_count += partition.manager.cursor_count
+        partition.snapshots.wake()
+        if woken_count >= WOKEN_STEP:
+            woken_count = 0
+            await trio.lowlevel.checkpoint()
 
 
 # What is on disk, in the engine's terms.
