@@ -136,6 +136,31 @@ async def test_a_replica_that_refuses_its_copy_does_not_count_as_fenced(tmp_path
         assert group.states("c")[1:] == ACTIVE[1:]
 
 
+async def test_a_replica_that_has_lost_its_disk_does_not_count() -> None:
+    """It alone had what was acknowledged. A fence would give it an empty copy, and the other
+    replica would pass for the most complete one."""
+    async with running_servers("abc") as group:
+        await group.servers["c"].partition_maps.stop()
+        async with connect(group.servers["a"].url("b")) as client:
+            for index in range(20):
+                await client.set(f"key {index}", "v", durability=Durability.REPLICATED, copies=1)
+        await group.stop("a")
+        await group.stop("b")
+        await group.start("b", is_empty=True)
+        operator = group.operator("c")
+        for _ in range(2):
+            with pytest.raises(NotDoneError, match=r"too few replicas of partitions 0-3 .*\(b\)"):
+                await fail_over(operator, all_of="a")
+        assert group.progress[0] == (
+            "b answers, but has lost its copy of the bucket: it counts as missing"
+        )
+        with pytest.raises(NotDoneError, match="b has lost its copy of the bucket: choose another"):
+            await fail_over(operator, all_of="a", to="b", lose_acknowledged=True)
+        await group.start("a")
+        await group.until(lambda: group.states("a") == ACTIVE)
+        assert await group.get("a", "key 7") == "v"
+
+
 async def test_an_interrupted_failover_is_resumed_by_the_same_command(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

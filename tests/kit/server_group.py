@@ -79,8 +79,11 @@ class ServerGroup:
         self._stop: dict[str, trio.Event] = {}
         self._stopped: dict[str, trio.Event] = {}
 
-    async def start(self, name: str, *, has_bucket: bool = False) -> None:
-        """Starts a server, with the data that it had when it stopped."""
+    async def start(self, name: str, *, has_bucket: bool = False, is_empty: bool = False) -> None:
+        """Starts a server, with the data that it had when it stopped; or with none, if it has lost
+        its disk, which must be a simulated one."""
+        if is_empty:
+            del self._stores[name]
         config = ServerConfig(
             listen="127.0.0.1:0",
             node=name,

@@ -63,6 +63,7 @@ async def fail_over(
     partition_ids = choose_partitions(survey, partitions, all_of)
     failover = _Failover(operator, survey, partition_ids, acknowledged)
     failover.check_no_active()
+    failover.report_lost_copies()
     if to:
         failover.check_target(to)
     if not lose_acknowledged:
@@ -96,7 +97,17 @@ class _Failover:
         self.fenced_nodes: list[str] = []
 
     def _reached_holders(self) -> list[str]:
-        return [name for name in self._change.holders() if self._survey.reaches(name)]
+        """The holders that answer and have the bucket. A fence would give the bucket to one that
+        has lost it, and its new copy, which is empty, would pass for one that has all of it."""
+        return [name for name in self._change.holders() if self._survey.nodes[name].has_copy]
+
+    def report_lost_copies(self) -> None:
+        """Reports the holders that answer, and have lost the bucket."""
+        for name in self._change.holders():
+            if self._survey.reaches(name) and not self._survey.nodes[name].has_copy:
+                self._report(
+                    f"{name} answers, but has lost its copy of the bucket: it counts as missing"
+                )
 
     # Checks before anything is changed.
 
@@ -122,6 +133,8 @@ class _Failover:
         """Refuses a node that has no copy, or does not answer."""
         self._change.require_copies_on(to, "choose another node")
         self._survey.require_answer(to)
+        if not self._survey.nodes[to].has_copy:
+            raise NotDoneError(f"{to} has lost its copy of the bucket: choose another node")
 
     def check_replicas(self) -> None:
         """Refuses if too few replicas answer."""

@@ -49,6 +49,12 @@ class NodeReport:
         """The revision of its map; 0 when it has none."""
         return 0 if self.map is None else self.map.revision
 
+    @property
+    def has_copy(self) -> bool:
+        """Whether it answers, and has the bucket with a map. A node that a map names has lost its
+        disk if it has no map itself, even if it has a bucket of this name: that was made anew."""
+        return self.map is not None and bool(self.partitions)
+
     def state_of(self, partition: PartitionId) -> PartitionState:
         """Its own state for a partition; dead when it does not answer."""
         if partition >= len(self.partitions):
