@@ -129,3 +129,13 @@ def test_floats_without_a_number_in_json_are_read_as_they_are_written() -> None:
         None,
         {**NOTHING, "s": "NaN"},
     ]
+
+
+def test_the_largest_float_is_read_as_it_is_written() -> None:
+    """Its shortest text is a little more than the float. What is nearer to the next one, which is
+    none, does not fit."""
+    largest = float(np.finfo(np.float32).max)
+    (text,) = column_texts(pa.array([largest], pa.float32())).to_pylist()
+    assert text == b"3.4028235E38"
+    rows = parsed(b'{"f":%s}' % text, b'{"f":-%s}' % text, b'{"f":3.4028236E38}')
+    assert rows == [{**NOTHING, "f": largest}, {**NOTHING, "f": -largest}, None]

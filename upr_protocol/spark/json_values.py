@@ -21,13 +21,14 @@ _INTEGER_BITS: Final[dict[type[DataType], int]] = {
     types.IntegerType: 32,
     types.LongType: 64,
 }
-_FLOAT_MAX: Final = 3.4028234663852886e38
-"""The largest FLOAT. Arrow takes what is larger for an infinity."""
+_FLOAT_END: Final = 2.0**128 - 2.0**103
+"""Halfway from the largest FLOAT to the next one, which is none: Arrow makes the largest of what is
+less, as of its own shortest text, 3.4028235E38, and an infinity of the rest."""
 
 _PYTHON_TYPES: Final[dict[type[DataType], Any]] = {
     types.StringType: str,
     types.BooleanType: bool,
-    types.FloatType: Annotated[float, msgspec.Meta(ge=-_FLOAT_MAX, le=_FLOAT_MAX)],
+    types.FloatType: Annotated[float, msgspec.Meta(gt=-_FLOAT_END, lt=_FLOAT_END)],
     types.DoubleType: float,
     types.DateType: dt.date,
     types.TimestampType: Annotated[dt.datetime, msgspec.Meta(tz=True)],
