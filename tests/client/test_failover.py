@@ -8,10 +8,16 @@ import pytest
 import trio
 
 from tests.client.test_takeover import ACTIVE, REPLICA, highs, logs
-from tests.kit.server_group import PARTITIONS, MapInterrupter, ServerGroup, running_servers
+from tests.kit.server_group import (
+    PARTITIONS,
+    CompetingCommands,
+    MapInterrupter,
+    ServerGroup,
+    running_servers,
+)
 from tests.storage.record_damage import flip, records
 from upr_protocol.client import connect
-from upr_protocol.client.operator import NotDoneError, PartlyDoneError, fail_over
+from upr_protocol.client.operator import NotDoneError, OvertakenError, PartlyDoneError, fail_over
 from upr_protocol.ids import Durability, PartitionId, PartitionState
 from upr_server.storage.records import PARTITION, partition_key
 
@@ -159,6 +165,26 @@ async def test_a_replica_that_has_lost_its_disk_does_not_count() -> None:
         await group.start("a")
         await group.until(lambda: group.states("a") == ACTIVE)
         assert await group.get("a", "key 7") == "v"
+
+
+async def test_of_two_failovers_at_the_same_time_one_says_that_it_was_overtaken(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Both have looked at the nodes before either changes anything, and their maps have the same
+    revisions. Each makes another node active: the nodes never agree by themselves."""
+    commands = CompetingCommands(monkeypatch)
+    async with running_servers("abc") as group:
+        await filled(group)
+        await group.stop("a")
+        await commands.run(
+            lambda: fail_over(group.operator("b"), to="b", all_of="a"),
+            lambda: fail_over(group.operator("c"), to="c", all_of="a"),
+        )
+        group.check()
+        assert commands.errors
+        for error in commands.errors:
+            assert isinstance(error, OvertakenError)
+            assert "has revision 49 from another command" in str(error)
 
 
 async def test_an_interrupted_failover_is_resumed_by_the_same_command(

@@ -8,10 +8,17 @@ import attrs
 import pytest
 
 from tests.client.resumed_takeover import ResumedTakeover
-from tests.kit.server_group import PARTITIONS, MapInterrupter, ServerGroup, running_servers
+from tests.kit.server_group import (
+    PARTITIONS,
+    CompetingCommands,
+    MapInterrupter,
+    ServerGroup,
+    running_servers,
+)
 from upr_protocol.client.operator import (
     NotDoneError,
     Operator,
+    OvertakenError,
     TakeoverTimeouts,
     take_over,
 )
@@ -82,6 +89,25 @@ async def test_impossible_takeovers_are_refused() -> None:
         await group.stop("a")
         with pytest.raises(NotDoneError, match="if it is gone, use `upr failover`"):
             await take_over(group.operator("b"), to="b", all_of="a")
+
+
+async def test_of_two_takeovers_at_the_same_time_one_fails(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Both have looked at the nodes before either changes anything, and their maps have the same
+    revisions. Both targets then have everything, and must not go on in one history."""
+    commands = CompetingCommands(monkeypatch)
+    async with running_servers("abc") as group:
+        await group.set("a", {f"key {n}": "0" for n in range(20)})
+        await commands.run(
+            lambda: take_over(group.operator("b"), to="b", all_of="a"),
+            lambda: take_over(group.operator("c"), to="c", all_of="a"),
+        )
+        group.check()
+        (error,) = commands.errors
+        assert isinstance(error, OvertakenError)
+        assert "has revision 48 from another command" in str(error)
+        assert (group.states("b") == ACTIVE) is not (group.states("c") == ACTIVE)
 
 
 async def test_an_interrupted_takeover_is_resumed_by_the_same_command(

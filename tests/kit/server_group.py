@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,7 @@ import trio
 from tests.kit.proxy import Proxy, proxy_to
 from upr_protocol.client import Address, NodeClient, connect
 from upr_protocol.client.operator import Operator, ReplicaLag, add_replicas, wait_caught_up
+from upr_protocol.errors import UprError
 from upr_protocol.ids import PartitionId, PartitionState
 from upr_protocol.partition_map import Assignment, PartitionMap
 from upr_server.app import Server, running_server
@@ -56,6 +57,52 @@ class MapInterrupter:
         if self._steps == self.stop_at:
             self.scope.cancel()
         self._steps += 1
+
+
+class CompetingCommands:
+    """Runs two operator's commands that send their maps of one revision at the same time.
+
+    Attributes:
+        errors: What the commands raised that did not succeed.
+    """
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.errors: list[UprError] = []
+        self._running = 0
+        self._newest_revision = 0
+        # One for each command, though it gives several nodes its map.
+        self._maps_sent: dict[int, PartitionMap] = {}
+        self._sending = trio.lowlevel.ParkingLot()
+        set_map = NodeClient.set_map
+
+        async def together(node: NodeClient, revision: int, new_map: PartitionMap) -> None:
+            if new_map.revision > self._newest_revision:
+                self._maps_sent[id(new_map)] = new_map
+                if len(self._maps_sent) < self._running:
+                    await self._sending.park()
+                else:
+                    self._newest_revision = new_map.revision
+                    self._maps_sent.clear()
+                    self._sending.unpark_all()
+            await set_map(node, revision, new_map)
+
+        monkeypatch.setattr(NodeClient, "set_map", together)
+
+    async def run(self, *commands: Callable[[], Awaitable[object]]) -> None:
+        """Runs the commands until both have ended."""
+        self._running = len(commands)
+        async with trio.open_nursery() as nursery:
+            for command in commands:
+                nursery.start_soon(self._run, command)
+
+    async def _run(self, command: Callable[[], Awaitable[object]]) -> None:
+        try:
+            await command()
+        except UprError as error:
+            self.errors.append(error)
+        finally:
+            self._running -= 1
+            self._sending.unpark_all()
 
 
 class ServerGroup:

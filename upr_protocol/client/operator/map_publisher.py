@@ -108,7 +108,12 @@ class MapPublisher:
 
     async def announce(self, nodes: Iterable[str], partition_map: PartitionMap) -> None:
         """Gives the remaining nodes a map, and reports which have it. A node that does not take it
-        is no error: nodes ask each other for newer maps."""
+        is no error: nodes ask each other for newer maps.
+
+        Raises:
+            OvertakenError: A node has another map, of the same or a higher revision. The nodes may
+                never agree by themselves.
+        """
         known_nodes = [node for node in nodes if node in self.addresses]
         unreachable = [node for node in known_nodes if node in self._unreachable]
         if unreachable:
@@ -119,6 +124,8 @@ class MapPublisher:
         # A node that stops following another one first saves what it has received.
         failures = await self.publish_to(reachable, partition_map)
         for node, error in failures.items():
+            if isinstance(error, OvertakenError):
+                continue
             future = "will ask for it"
             if isinstance(error, UnreachableError):
                 future = f"may be about to apply it, else {future}"
@@ -130,3 +137,6 @@ class MapPublisher:
             self._operator.on_progress(
                 f"{', '.join(updated_nodes)}: revision {partition_map.revision}"
             )
+        for error in failures.values():
+            if isinstance(error, OvertakenError):
+                raise error

@@ -22,6 +22,7 @@ from upr_protocol.client.core.calls import PartitionNumbers
 from upr_protocol.client.operator.errors import (
     MapRefusedError,
     NotDoneError,
+    OvertakenError,
     PartlyDoneError,
     UnreachableError,
 )
@@ -231,7 +232,7 @@ class _Takeover:
 
     async def _hand_over(self) -> PartitionMap:
         handover_map = self._change.next_map(
-            {n: handover_assignment(a) for n, a in self._change.assignments.items()}
+            {n: handover_assignment(a, self._target) for n, a in self._change.assignments.items()}
         )
         try:
             await self._publisher.publish(self._source, handover_map)
@@ -274,6 +275,8 @@ class _Takeover:
                             await self._publisher.announce([self._target], handover_map)
                         await trio.sleep(_CATCH_UP_POLL_S)
                     return
+            except OvertakenError:
+                raise
             except UprError as error:
                 self._report(f"{self._target} does not say how far it is: {error}")
                 await trio.sleep(_APPROACH_POLL_S)
