@@ -44,9 +44,13 @@ reads, a socket takes any amount."""
 _RECORDS_MAX: Final = 512
 """Records that one read decrypts, at some 2 µs each: a peer may send a byte in each."""
 
-FED_RECORDS: Final = 256
+FED_RECORDS: Final = 128
 """Records that OpenSSL is given at a time. It goes on to the next as long as they have no data, and
-new keys, which a peer may tell or ask for in every record, take it 10 to 20 µs."""
+new keys, which a peer may tell or ask for in every record, take it 10 to 25 µs."""
+
+HANDSHAKE_RECORDS: Final = 16
+"""The same before the handshake is done: what comes right behind its last record is fed with it,
+and is not counted."""
 
 IDLE_RECORDS_MAX: Final = 100
 DATA_RECORDS: Final = 100_000
@@ -133,12 +137,16 @@ class TlsLink:
             # From its first look at a record on, OpenSSL keeps 40 KiB of buffers. Many strangers
             # may never end their first.
             return False
-        try:
-            self._object.do_handshake()
-        except ssl.SSLWantReadError:
-            return False
-        except ssl.SSLError as error:
-            raise explained_tls_error(error, is_server=self._is_server) from error
+        while True:
+            try:
+                self._object.do_handshake()
+                break
+            except ssl.SSLWantReadError:
+                if not self._unfed:
+                    return False
+                self._feed_records(self._unfed)
+            except ssl.SSLError as error:
+                raise explained_tls_error(error, is_server=self._is_server) from error
         self.is_established = self.has_undecrypted = True
         self._records_fed = 0
         return True
@@ -200,7 +208,7 @@ class TlsLink:
         if not data:
             self._incoming.write_eof()
         else:
-            self._feed_records(data)
+            self._feed_records(self._unfed + bytes(data) if self._unfed else data)
         self.has_undecrypted = True
         if not self.is_established:
             if self._is_server and not self._handshake_bytes and data[:1] not in (b"", _HANDSHAKE):
@@ -214,10 +222,10 @@ class TlsLink:
                 raise TlsError(f"a TLS handshake of more than {HANDSHAKE_BYTES_MAX} bytes")
 
     def _feed_records(self, data: Buffer) -> None:
-        """Gives OpenSSL the next `FED_RECORDS` of what has come; keeps the rest. O(records)."""
+        """Gives OpenSSL the next `FED_RECORDS` of what has come, or `HANDSHAKE_RECORDS`; keeps the
+        rest. O(records)."""
         view, end, whole_count = memoryview(data), len(data), 0
-        # The handshake's bytes are bounded otherwise.
-        count_max = FED_RECORDS if self.is_established else end
+        count_max = FED_RECORDS if self.is_established else HANDSHAKE_RECORDS
         place = self._skip_head(view) if self._head else 0
         left = self._record_bytes_left
         while place < end and whole_count < count_max:

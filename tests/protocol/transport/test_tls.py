@@ -36,7 +36,9 @@ from upr_protocol.transport.socket_io import unsent
 from upr_protocol.transport.tls_link import (
     FED_RECORDS,
     HANDSHAKE_BYTES_MAX,
+    HANDSHAKE_RECORDS,
     IDLE_RECORDS_MAX,
+    STRANGER_READ_BYTES,
     WRITE_BYTES,
     WRITE_BYTES_MAX,
 )
@@ -184,6 +186,49 @@ def test_a_peer_that_does_nothing_but_change_its_keys_is_given_up(
     with pytest.raises(TlsError, match=rf"has sent {FED_RECORDS} TLS records without data"):
         server.read_bytes(1000)
     assert len(server.take_outgoing()) <= 30 * FED_RECORDS
+
+
+def handshaking(certificates: Certificates) -> tuple[TlsLink, TlsLink, bytes]:
+    """A client whose handshake is done, its server, and what the server needs for that, too."""
+    client_side, server_side = contexts(certificates)
+    client, server = TlsLink(client_side, "localhost"), TlsLink(server_side, None)
+    client.handshake()
+    server.feed(client.take_outgoing())
+    assert not server.handshake()
+    client.feed(server.take_outgoing())
+    assert client.handshake()
+    return client, server, client.take_outgoing()
+
+
+@pytest.mark.parametrize("ask", [False, True])
+def test_a_peer_that_changes_its_keys_right_behind_the_handshake_is_given_up(
+    certificates: Certificates, ask: bool
+) -> None:
+    """OpenSSL was given all of one read with the end of the handshake, and none of it counted."""
+    client, server, last_words = handshaking(certificates)
+    flood = b"".join(change_keys(client, ask=ask) for _ in range(600))
+    server.feed((last_words + flood)[:STRANGER_READ_BYTES])
+    assert server.handshake()
+    server.take_outgoing()
+    with pytest.raises(TlsError, match=rf"has sent {FED_RECORDS} TLS records without data"):
+        server.read_bytes(1000)
+    assert len(server.take_outgoing()) <= 30 * (FED_RECORDS + HANDSHAKE_RECORDS)
+
+
+@pytest.mark.parametrize("size", [1, 7, 100, 100_000])
+def test_data_may_come_right_behind_the_handshake(certificates: Certificates, size: int) -> None:
+    client, server, wire = handshaking(certificates)
+    data = bytes(range(3 * HANDSHAKE_RECORDS))
+    for number in data:
+        wire += b"".join(client.encrypt([bytes([number])]))
+        client.note_sent([bytes([number])])
+    received = b""
+    for start in range(0, len(wire), size):
+        server.feed(wire[start : start + size])
+        if server.is_established or server.handshake():
+            while server.has_undecrypted:
+                received += server.read_bytes(1000)
+    assert received == data
 
 
 def test_a_peer_that_sends_data_may_change_its_keys(certificates: Certificates) -> None:
