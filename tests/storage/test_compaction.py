@@ -18,7 +18,7 @@ from upr_server.engine import FetchRequest
 from upr_server.storage import bucket_storage, compaction, live_seqs
 from upr_server.storage.bucket_storage import BucketStorage, MaintenanceStep
 from upr_server.storage.chunk_log import ChunkLog, PartitionWrite
-from upr_server.storage.compaction import Compaction
+from upr_server.storage.compaction import Compaction, CompactionStep
 from upr_server.storage.errors import StoreFailedError
 from upr_server.storage.key_index import KeyIndex
 from upr_server.storage.records import BucketRecord, LeaseRecord
@@ -33,6 +33,7 @@ PROFILE: Final = settings(
 )
 
 PARTITIONS: Final = 3
+NEVER_TOO_YOUNG: Final = 1 << 62
 KEYS: Final = [b"key %d" % index for index in range(8)]
 OPERATIONS: Final = [Operation.SET, Operation.SET, Operation.DELETE, Operation.EXPIRE]
 
@@ -333,3 +334,35 @@ class Life(RuleBasedStateMachine):
 
 TestLife = Life.TestCase
 TestLife.settings = PROFILE
+
+
+def test_tombstones_below_every_leased_range_go() -> None:
+    """A program that always holds a lease on the newest changes would else keep them for ever."""
+    log, index = SimulatedDisk(), SimulatedDisk()
+    ChunkLog(log).create(BucketRecord("b", 1, 0), [record_of(0)])
+    storage, model = BucketStorage(log, index), Model(1)
+    storage.open()
+    # Items that come and go, each with a key of its own.
+    for turn in range(20):
+        start, rows = 20 * turn, list[Mutation]()
+        for operation in (Operation.SET, Operation.DELETE):
+            for number in range(10):
+                seq = start + len(rows) + 1
+                rows.append(row(operation, b"%d of %d" % (number, turn), seq, seq))
+        end = start + len(rows)
+        write = PartitionWrite(0, record_of(end), [chunk_of(rows, start, end)])
+        storage.commit([write])
+        model.take([write])
+    mark = storage.index.follow_log(0, 1 << 20)
+    lowest, leases = 210, [(210, 230), (300, 400)]
+    leased_rows = [read(storage.log, 0, start, end) for start, end in leases]
+    sweep, steps = Compaction(storage.log, storage.index, 0, mark.seq), list[CompactionStep]()
+    while not steps or not steps[-1].is_done:
+        # One of them is released in between: what was left for it is still there.
+        steps.append(sweep.step(500, leases if len(steps) < 5 else leases[1:], NEVER_TOO_YOUNG))
+    purged_seqs = [seq for step in steps for _, seq in step.purged_tombstones]
+    assert max(purged_seqs) == steps[-1].purge_seq == 200 <= lowest
+    assert len(purged_seqs) == 100, "all deletions up to there"
+    assert [read(storage.log, 0, start, end) for start, end in leases[1:]] == leased_rows[1:]
+    for begin in (0, *range(200, 401)):
+        model.check_read(storage.log, 0, begin, 400)

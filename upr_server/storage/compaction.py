@@ -7,9 +7,9 @@ nothing, but can be renewed while its ranges are whole; so the commit that drops
 marks it broken.
 
 A tombstone that is old enough is dropped once nothing older of its key is left. Going from the
-oldest chunk on and leaving nothing superseded behind ensures that; where a lease made it leave
-something, no tombstone is dropped. The last mutation of a partition is never dropped: the log must
-end at the partition's high number.
+oldest chunk on and leaving nothing superseded behind ensures that. A lease makes it leave something
+only above the start of its ranges, so above the lowest start no tombstone is dropped. The last
+mutation of a partition is never dropped: the log must end at the partition's high number.
 """
 
 from __future__ import annotations
@@ -90,7 +90,8 @@ class Compaction:
     def __init__(self, log: ChunkLog, index: KeyIndex, partition: int, through: SeqNo) -> None:
         self._log = log
         self._index = index
-        self._has_left_superseded = False
+        # What is superseded may be left above this.
+        self._left_after = SEQS_END
         self._live_seqs: LiveSeqs | None = None
         self.partition = partition
         self.through = through
@@ -117,8 +118,7 @@ class Compaction:
             CorruptionError: The log or the index is damaged; nothing was changed.
         """
         partition, log = self.partition, self._log
-        if leases:
-            self._has_left_superseded = True
+        self._left_after = min([self._left_after, *(start for start, _ in leases)])
         high = log.high_seq(partition)
         live_seqs = self._read_live_seqs(high)
         if not live_seqs.is_complete:
@@ -142,8 +142,8 @@ class Compaction:
             if leased_ranges:
                 for row, seq in enumerate(seqs):
                     keep[row] = keep[row] or _is_leased(seq, leased_ranges)
-            if not self._has_left_superseded:
-                purged_tombstones += _purge(chunk, keep, purge_before_cas, high)
+            purge_through = min(self._left_after, high - 1)
+            purged_tombstones += _purge(chunk, keep, purge_before_cas, purge_through)
             if leased_ranges:
                 left_bytes.update(_left_bytes(chunk, are_live, keep, leased_ranges))
             if lapsed_leases:
@@ -283,16 +283,17 @@ def _covers_any(lease: LeaseRecord, partition: int, seqs: list[int]) -> bool:
     return False
 
 
-def _purge(chunk: Chunk, keep: bytearray, before_cas: int, high: int) -> list[tuple[bytes, int]]:
-    """Clears `keep` for the tombstones that are old enough. Returns their keys and numbers."""
+def _purge(chunk: Chunk, keep: bytearray, before_cas: int, through: int) -> list[tuple[bytes, int]]:
+    """Clears `keep` for the tombstones up to `through` that are old enough. Returns their keys and
+    numbers."""
     operations = chunk.operations.tobytes()
-    if operations == bytes((Operation.SET,)) * chunk.count:
+    if chunk.start >= through or operations == bytes((Operation.SET,)) * chunk.count:
         return []
     purged_tombstones = []
     for row, (operation, cas, seq) in enumerate(
         zip(operations, chunk.cas.tolist(), chunk.seqs.tolist(), strict=True)
     ):
-        if operation != Operation.SET and keep[row] and cas < before_cas and seq != high:
+        if operation != Operation.SET and keep[row] and cas < before_cas and seq <= through:
             keep[row] = 0
             purged_tombstones.append((chunk.key(row), seq))
     return purged_tombstones
