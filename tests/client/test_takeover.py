@@ -25,6 +25,7 @@ from upr_protocol.client.operator import (
 from upr_protocol.client.operator.plan import active_assignment, partitions_text
 from upr_protocol.client.operator.takeover import HANDOVER_LAG_CHANGES
 from upr_protocol.failover import FailoverLog
+from upr_protocol.hashing import partition_of
 from upr_protocol.ids import HistoryId, PartitionState, SeqNo
 from upr_protocol.partition_map import HistoryPoint
 
@@ -400,18 +401,23 @@ async def test_a_resumed_takeover_keeps_a_node_that_became_active_meanwhile(
         group.check()
 
 
+@pytest.mark.parametrize("is_resumed", [False, True])
 async def test_a_target_that_accepted_changes_stays_active_though_its_answer_was_lost(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, is_resumed: bool
 ) -> None:
-    async with running_servers("ab", partitions=1) as group:
-        before = group.partition("a").failover_log
+    """Also for partitions that an interrupted command, which this one resumes, was not about."""
+    count = PARTITIONS if is_resumed else 1
+    partition = partition_of(b"acknowledged", count)
+    async with running_servers("ab", partitions=count) as group:
+        before = group.partition("a", partition).failover_log
 
         async def set_map(expected_revision: int, document: str) -> object:
             applied = await real(expected_revision, document)
-            monkeypatch.setattr(cluster, "set_map", real)
-            await group.set("b", {"acknowledged": "1"})
-            group.proxies["b"].half_open()
-            group.proxies["b"].cut()
+            if group.states("b")[partition] is PartitionState.ACTIVE:
+                monkeypatch.setattr(cluster, "set_map", real)
+                await group.set("b", {"acknowledged": "1"})
+                group.proxies["b"].half_open()
+                group.proxies["b"].cut()
             return applied
 
         def on_progress(sentence: str) -> None:
@@ -420,14 +426,29 @@ async def test_a_target_that_accepted_changes_stays_active_though_its_answer_was
             if "it may or may not be active now" in sentence:
                 group.proxies["b"].heal()
 
+        if is_resumed:
+            interrupter = MapInterrupter(monkeypatch)
+            interrupter.reset(1)
+            with interrupter.scope:
+                other_partitions = set(range(PARTITIONS)) - {partition}
+                await take_over(group.operator(), to="b", partitions=other_partitions)
+            interrupter.stop_at = -1
         cluster = group.servers["b"].partition_maps
         real = cluster.set_map
         operator = group.operator(on_progress=on_progress, apply_timeout_s=0.3, ask_timeout_s=5)
-        await take_over(operator, to="b", all_of="a")
-        assert group.states("b") == [PartitionState.ACTIVE]
-        assert len(group.partition("b").failover_log) == len(before) + 1
+        if is_resumed:
+            with pytest.raises(NotDoneError, match=r"so a is active .* and b is active for partit"):
+                await take_over(operator, to="b", all_of="a")
+        else:
+            await take_over(operator, to="b", all_of="a")
+        assert group.states("b")[partition] is PartitionState.ACTIVE
+        assert len(group.partition("b", partition).failover_log) == len(before) + 1
         assert await group.get("b", "acknowledged") == "1"
-        await group.until(lambda: group.partition("a").high_seq == group.partition("b").high_seq)
+        await group.until(
+            lambda: (
+                group.partition("a", partition).high_seq == group.partition("b", partition).high_seq
+            )
+        )
         group.check()
 
 

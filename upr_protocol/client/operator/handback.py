@@ -73,7 +73,13 @@ class Handback:
         for row in rows:
             self.final_points[row.partition] = HistoryPoint(row.history_id, row.high_seq)
 
-    async def fence(self, nodes: list[str]) -> bool:
+    async def fence_for_resuming(self, nodes: list[str]) -> None:
+        """Fences nodes that an earlier command may have told to become active, for the partitions
+        that it handed over."""
+        assignments = self._change.assignments
+        await self._fence(nodes, {n: a for n, a in assignments.items() if a.handing_over})
+
+    async def _fence(self, nodes: list[str], assignments: Mapping[PartitionId, Assignment]) -> bool:
         """Fences nodes that may have been told to become active. What they have accepted stays, as
         they follow no node.
 
@@ -81,11 +87,6 @@ class Handback:
             Whether all of them are fenced.
         """
         change = self._change
-        assignments = {
-            partition: assignment
-            for partition, assignment in change.assignments.items()
-            if assignment.handing_over or not self.is_resumed
-        }
         timeout_s = change.operator.ask_timeout_s
         failures, reports = await change.fence(nodes, assignments, timeout_s)
         for error in failures.values():
@@ -177,7 +178,9 @@ class Handback:
         raise NotDoneError(f"{reason}; so {outcome}{advice}")
 
     async def _give_back(self, suspects: list[str]) -> PartitionMap:
-        if not await self.fence(suspects):
+        # Of all partitions: where an earlier command was resumed, this one may have told the
+        # suspects to become active for more than that one handed over.
+        if not await self._fence(suspects, self._change.assignments):
             self._is_history_shared = True
         copies_ahead = self.copies_ahead()
         try:

@@ -136,7 +136,7 @@ class _Takeover:
                 "an earlier command was interrupted: the partitions that it handed over begin new "
                 "histories"
             )
-            await self._handback.fence(holders)
+            await self._handback.fence_for_resuming(holders)
         else:
             with trio.move_on_after(timeouts.approach_s) as scope:
                 await self._approach()
