@@ -911,23 +911,23 @@ def test_a_new_history_answers_waiting_calls_with_false() -> None:
 def test_what_comes_late_by_an_old_connection_does_not_count() -> None:
     """A replica may have connected anew, and rolled back, while its packets were on their way."""
     progress = ReplicaProgress()
-    old_connection, new_connection = object(), object()
+    old_connection, new_connection = 1, 2
     progress.report("a", SeqNo(6), SeqNo(6), old_connection)
     progress.report("a", SeqNo(5), SeqNo(5), new_connection)
-    progress.report("a", SeqNo(7), SeqNo(7), old_connection, is_first=False)
+    progress.report("a", SeqNo(7), SeqNo(7), old_connection)
     assert progress.seq_reached_by(1) == 5
     progress.forget_replica("a", old_connection)
-    progress.report("a", SeqNo(8), SeqNo(8), new_connection, is_first=False)
+    progress.report("a", SeqNo(8), SeqNo(8), new_connection)
     assert progress.seq_reached_by(1) == 8
     # A map has taken the replica out, and another one has put it back.
     progress.keep_replicas(())
-    progress.report("a", SeqNo(9), SeqNo(9), new_connection, is_first=False)
+    progress.report("a", SeqNo(9), SeqNo(9), new_connection)
     assert progress.seq_reached_by(1) == 9
 
 
 def test_closing_an_old_connection_keeps_the_reports_of_a_newer_one() -> None:
     progress = ReplicaProgress()
-    old_connection, new_connection = object(), object()
+    old_connection, new_connection = 1, 2
     progress.report("a", SeqNo(5), SeqNo(5), old_connection)
     progress.report("a", SeqNo(6), SeqNo(5), new_connection)
     progress.forget_replica("a", old_connection)

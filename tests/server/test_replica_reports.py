@@ -45,7 +45,8 @@ def test_who_waits_for_many_partitions_is_answered_in_steps() -> None:
         bucket=bucket,
         partition_maps=SimpleNamespace(is_replica=lambda *_arguments: True),
         report_wait=ReportWait(),
-        note_replica=lambda _partition: True,
+        note_replica=lambda _partition: None,
+        connection_number=1,
         disk=SimpleNamespace(progress=SimpleNamespace(notify=lambda: None)),
     )
     steps = replica_ack(cast("RequestContext", context), ReplicaAck(tuple(rows)))
@@ -57,10 +58,12 @@ def test_who_waits_for_many_partitions_is_answered_in_steps() -> None:
     assert max(later - earlier for earlier, later in pairwise(counts)) <= SLICE_PARTITIONS + WAITING
 
 
+@pytest.mark.parametrize("is_first", [False, True])
 async def test_a_late_report_by_an_old_connection_does_not_count(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, is_first: bool
 ) -> None:
-    """Packets may come long after the replica has connected anew, and rolled back."""
+    """Packets may come long after the replica has connected anew, and rolled back, also the first
+    that the old connection has. It counted as the newest report."""
     server = make_server()
     monkeypatch.setattr(server.partition_maps, "is_replica", lambda *_arguments: True)
     async with (
@@ -78,8 +81,10 @@ async def test_a_late_report_by_an_old_connection_does_not_count(
             await replica.say(ReplicaAck(((P0, history_id, SeqNo(seq), SeqNo(0)),)))
             await trio.testing.wait_all_tasks_blocked()
 
-        for replica, seq in ((old, 2), (new, 1), (old, 2)):
-            await report(replica, seq)
+        if not is_first:
+            await report(old, 2)
+        await report(new, 1)
+        await report(old, 2)
         assert partition.replicas.seq_reached_by(1) == 1
         await report(new, 2)
         assert partition.replicas.seq_reached_by(1) == 2

@@ -21,7 +21,7 @@ OnReplicated = Callable[[bool], None]
 
 @attrs.define
 class _Report:
-    source: object
+    connection_number: int
     received_seq: SeqNo
     persisted_seq: SeqNo
 
@@ -57,9 +57,7 @@ class ReplicaProgress:
         replica: str,
         received_seq: SeqNo,
         persisted_seq: SeqNo,
-        source: object = None,
-        *,
-        is_first: bool = True,
+        connection_number: int = 0,
     ) -> int:
         """A replica has come so far, or has rolled back to there. Makes some of the calls that
         waited for that.
@@ -68,24 +66,23 @@ class ReplicaProgress:
             replica: Its name.
             received_seq: The last complete snapshot end that it has received.
             persisted_seq: The last one that it has on disk.
-            source: The connection it came by: a replica may connect anew before the old connection
-                is gone.
-            is_first: Whether nothing came by that connection before. What comes by an old one, once
-                the replica has reported by a newer one, is late, and does not count.
+            connection_number: The connection it came by; newer ones have higher numbers. A replica
+                may connect anew before the old connection is gone. What comes by that one, once the
+                replica has reported by the newer one, is late, and does not count.
 
         Returns:
             As `make_calls`.
         """
         report = self._reports.get(replica)
-        if report is not None and report.source is not source and not is_first:
+        if report is not None and report.connection_number > connection_number:
             return 0
-        self._reports[replica] = _Report(source, received_seq, persisted_seq)
+        self._reports[replica] = _Report(connection_number, received_seq, persisted_seq)
         return self.make_calls()
 
-    def forget_replica(self, replica: str, source: object = None) -> None:
+    def forget_replica(self, replica: str, connection_number: int = 0) -> None:
         """The connection of a replica is gone. What it was counted for stays counted."""
         report = self._reports.get(replica)
-        if report is not None and report.source is source:
+        if report is not None and report.connection_number == connection_number:
             del self._reports[replica]
 
     def keep_replicas(self, names: Container[str]) -> None:

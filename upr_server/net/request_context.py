@@ -55,6 +55,7 @@ class RequestContext:
         wake: Has what is in the session sent.
 
     Attributes:
+        connection_number: The connection's number; newer ones have higher numbers.
         bucket: The bucket that the client opened; None before that, and once it was deleted.
         access: Who the client is, and what it may do.
         log_in: How the client proves who it is.
@@ -85,6 +86,7 @@ class RequestContext:
         peer: str,
         wake: Callable[[], None],
     ) -> None:
+        self.connection_number = next(resources.connection_numbers)
         self.bucket: Bucket | None = None
         self.access = Access(resources.users, peer, resources.audit_log)
         self.log_in = LogInExchange(resources.log_ins, session, stream, peer, self.access, wake)
@@ -133,7 +135,7 @@ class RequestContext:
             pass
         self.reply_order.close()
         for partition, replica in self._replicas.items():
-            partition.replicas.forget_replica(replica, self)
+            partition.replicas.forget_replica(replica, self.connection_number)
         self._replicas.clear()
         # Each refers to this object.
         self._durability_waits = None
@@ -222,12 +224,10 @@ class RequestContext:
         """The name of the client's node, if the client is a replica."""
         return self._session.client_identity.removeprefix(REPLICA_PREFIX)
 
-    def note_replica(self, partition: Partition) -> bool:
+    def note_replica(self, partition: Partition) -> None:
         """The client is a replica, and reports what it has of a partition. That counts for as long
-        as the connection lasts. Returns whether it is the first report of that partition."""
-        is_first = partition not in self._replicas
+        as the connection lasts."""
         self._replicas[partition] = self.replica_name
-        return is_first
 
     # Answering.
 

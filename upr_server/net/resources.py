@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterator
+from itertools import count
 from typing import Final, Protocol
 
 import attrs
@@ -125,6 +126,7 @@ class ServerResources:
         frame_budget: Memory for frames that are not whole yet.
         queues: Requests that wait for the disk.
         step_writes: Connections to write to at the end of a step.
+        connection_numbers: The numbers of the next connections.
         connection_ends: Connections that are over.
         reply_steps: Connections with many replies to send.
         streams_may_begin: Notified when streams may begin of partitions of which none could.
@@ -157,6 +159,7 @@ class ServerResources:
     frame_budget: FrameBudget = attrs.field(factory=FrameBudget)
     queues: PartitionRequestQueues = attrs.field(factory=PartitionRequestQueues)
     step_writes: StepWrites = attrs.field(factory=StepWrites)
+    connection_numbers: Iterator[int] = attrs.field(factory=lambda: count(1))
     connection_ends: ConnectionEnds = attrs.field(factory=ConnectionEnds)
     reply_steps: ReplySteps = attrs.field(factory=ReplySteps)
     streams_may_begin: Notifier = attrs.field(factory=Notifier)

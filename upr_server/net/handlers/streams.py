@@ -151,10 +151,10 @@ def _note_reports(context: RequestContext, request: ReplicaAck) -> Iterator[None
             and received_seq <= partition.high_seq
             and context.partition_maps.is_replica(bucket.name, partition.id, name)
         ):
-            is_first = context.note_replica(partition)
+            context.note_replica(partition)
             context.disk.progress.notify()
             call_count = partition.replicas.report(
-                name, received_seq, persisted_seq, context, is_first=is_first
+                name, received_seq, persisted_seq, context.connection_number
             )
             # A call that it made has cost as much as a report.
             cost += call_count
