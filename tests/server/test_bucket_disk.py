@@ -428,6 +428,57 @@ async def test_items_that_expire_together_stay_within_the_quota(
         assert partition.high_seq == 2 * count
 
 
+class _Peak(trio.abc.Instrument):
+    """Notes the highest that a number was at the end of a step of any task.
+
+    Attributes:
+        number: That.
+    """
+
+    def __init__(self, number: Callable[[], int]) -> None:
+        self.number = 0
+        self._now = number
+
+    def after_task_step(self, task: trio.lowlevel.Task) -> None:
+        del task
+        self.number = max(self.number, self._now())
+
+
+async def test_items_in_memory_that_expire_together_stay_within_the_quota(
+    autojump_clock: trio.testing.MockClock,
+) -> None:
+    """The deletion of an item with a long key takes more than what it frees at once."""
+    quota_bytes = 4 << 20
+    async with serving(SimulatedStore(), 1) as server:
+        bucket = server.catalog.bucket(BUCKET)
+        partition, count = bucket.partitions[0], 0
+        while bucket.memory.total < 0.8 * quota_bytes:
+            rows = [
+                Mutation(Operation.SET, b"%0240d" % index, b"", expiry=1500)
+                for index in range(count, count + 500)
+            ]
+            partition.mutate(batch_of(Chunk.build(rows, SeqNo(0), SeqNo(0))), now=NOW)
+            count += 500
+            await trio.sleep(1)
+            while partition.manager.free_oldest():
+                pass
+        bucket.memory_policy.limit_bytes = quota_bytes
+        peak = _Peak(lambda: bucket.memory.total)
+        trio.lowlevel.add_instrument(peak)
+        async with trio.open_nursery() as nursery:
+            for task in (
+                server.upkeep.run_expiring,
+                server.upkeep.run_freeing,
+                server.upkeep.run_collapsing,
+            ):
+                nursery.start_soon(task)
+            await trio.sleep(1000)
+            nursery.cancel_scope.cancel()
+        trio.lowlevel.remove_instrument(peak)
+        assert partition.high_seq == 2 * count
+        assert quota_bytes / 2 < peak.number <= 0.9 * quota_bytes
+
+
 class _CountingLooks(SimulatedStore):
     """A store that counts how often it is asked for expired items.
 

@@ -182,7 +182,7 @@ class Upkeep:
             for partition_count, partition in enumerate(bucket.partitions, 1):
                 if bucket not in self._disks:
                     break  # deleted at a checkpoint
-                while partition.may_expire(now):
+                while partition.may_expire(now) and not _is_exhausted(bucket):
                     partition.expire(now)  # a few items
                     await trio.lowlevel.checkpoint()
                 await _repeat(partial(partition.clean_expiries, EXPIRIES_STEP))
@@ -229,6 +229,12 @@ class Upkeep:
                 await trio.lowlevel.checkpoint()
         for _ in self._heap_trimmer.note_use(bytes_in_use):
             await trio.lowlevel.checkpoint()
+
+
+def _is_exhausted(bucket: Bucket) -> bool:
+    """Whether the memory of a bucket has no room for more deletions. One takes memory until the
+    disk has it, perhaps more than its item did; until there is room, the item reads as missing."""
+    return bucket.memory_action() is MemoryAction.REFUSE_CREDIT
 
 
 async def _repeat(step: Callable[[], object]) -> None:
