@@ -243,6 +243,48 @@ async def test_impossible_changes_of_replicas_are_refused() -> None:
             await remove_replicas(operator, "b")
 
 
+async def test_a_replica_gets_another_address_only_if_it_answers_there() -> None:
+    async with running_servers("abc") as group:
+        operator = group.operator("a", ask_timeout_s=0.3)
+        await group.start_apart("x")
+        for address, message in (
+            (place(group, "x"), "b is needed, but cannot be reached: node 'x' answers at"),
+            ("127.0.0.1:1", "b is needed, but cannot be reached: .*refused"),
+        ):
+            with pytest.raises(NotDoneError, match=message):
+                await add_replicas(operator, "b", address)
+        # The node that is asked first, too.
+        with pytest.raises(NotDoneError, match="b is needed, but cannot be reached"):
+            await add_replicas(group.operator("b"), "b", "127.0.0.1:1")
+        old_map = group.map("a")
+        assert old_map == group.map("b")
+        group.proxies["b"].half_open()
+        group.proxies["b"].cut()
+        new_address = f"127.0.0.1:{group.servers['b'].port}"
+        await add_replicas(operator, "b", new_address)
+        assert group.map("a").nodes == {**old_map.nodes, "b": new_address}
+        assert group.map("a") == group.map("b") == group.map("c")
+        group.proxies["b"].heal()
+
+
+async def test_two_servers_of_one_name_are_refused(
+    monkeypatch: pytest.MonkeyPatch, autojump_clock: MockClock
+) -> None:
+    MemoryNetwork(monkeypatch)
+    async with (
+        node("a", "b", port=71),
+        node("b", port=72),
+        node("a", port=73),
+        node("b", port=74),
+    ):
+        operator = Operator(Address(HOST, 71, "b"))
+        await add_replicas(operator, "b", f"{HOST}:72")
+        for name, port in (("a", 73), ("b", 74)):
+            with pytest.raises(NotDoneError, match=f"two servers are called {name}: .*:{port};"):
+                await add_replicas(operator, name, f"{HOST}:{port}")
+        assert (await operator.survey()).map.nodes == {"a": f"{HOST}:71", "b": f"{HOST}:72"}
+
+
 async def test_an_interrupted_addition_is_resumed() -> None:
     async with running_servers("a") as group:
         await group.set("a", {"k": "v"})

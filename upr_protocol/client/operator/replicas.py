@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Final
 
+import attrs
 import msgspec
 import trio
 
@@ -79,6 +80,8 @@ async def add_replicas(
     """
     _check_name(operator, node, address)
     survey = await operator.survey({node: address} if address else {})
+    if address:
+        survey = await _ask_at(operator, survey, node, address)
     base = _first_map(survey, address, own_address) if survey.is_single_node else survey.map
     _check_new_replica(survey, base, node, address, source)
     assignments = _with_replica(base, require_partitions(survey, partitions), node, source)
@@ -123,6 +126,22 @@ def _check_name(operator: Operator, node: str, address: str) -> None:
         raise NotDoneError(f"{address!r} is not HOST:PORT, as in 10.0.0.2:12000") from error
     if not address.rpartition(":")[2].isdigit():
         raise NotDoneError(f"{address!r} is not HOST:PORT, as in 10.0.0.2:12000")
+
+
+async def _ask_at(operator: Operator, survey: Survey, node: str, address: str) -> Survey:
+    """The survey with what `node` says at `address`. The map may have had another address of it,
+    or the survey began there."""
+    node_address, report = operator.address.of_node(address), survey.nodes[node]
+    if report.address == node_address:
+        return survey
+    new_report = await operator.node_report(node_address, node)
+    if not new_report.failure and report.partitions and not new_report.partitions:
+        raise NotDoneError(
+            f"two servers are called {node}: the one at {report.address.host_ports}, which has the "
+            f"bucket, and the one at {address}; give the second another name, with `node` in its "
+            "configuration"
+        )
+    return attrs.evolve(survey, nodes={**survey.nodes, node: new_report})
 
 
 def _first_map(survey: Survey, address: str, own_address: str) -> PartitionMap:
