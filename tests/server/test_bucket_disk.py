@@ -18,7 +18,7 @@ from tests.engine.helpers import put, read
 from tests.kit.held_store import HeldStore
 from tests.kit.memory_network import HOST, PARTITIONS, MemoryNetwork, node
 from tests.kit.steps import LargestStep
-from tests.server.test_backfill import a_partition
+from tests.server.test_backfill import INDEXED_S, HeldReads, a_partition
 from tests.server.test_connection import P0, sets
 from tests.server.test_durability import (
     BUCKET,
@@ -42,6 +42,7 @@ from upr_server.storage.calls import (
     Commit,
     DeleteLeases,
     FindExpired,
+    FindItems,
     LoadBuckets,
     Maintain,
     MeasureRanges,
@@ -255,6 +256,31 @@ async def test_a_read_that_waits_for_the_index_hears_that_its_bucket_was_deleted
         await server.catalog.delete_bucket(BUCKET)
         answer = await answer_to(peer, opaque)
         assert isinstance(answer, Refusal)
+        assert answer.status == Status.NO_BUCKET
+
+
+async def test_a_key_is_not_read_from_another_bucket_of_the_same_name(
+    autojump_clock: trio.testing.MockClock,
+) -> None:
+    store = HeldReads(FindItems)
+    async with serving(store, 1) as server, speaking(server) as peer:
+        await answer_to(peer, await send(peer, sets(b"a"), PERSISTED))
+        await trio.sleep(INDEXED_S)
+        partition = server.catalog.bucket(BUCKET).partitions[0]
+        while partition.manager.free_oldest() or partition.eviction.evict(1000):
+            pass
+        store.released = trio.Event()
+        opaque = peer.opaque()
+        await peer.say(Get((b"a",), partition=P0, opaque=opaque))
+        await trio.sleep(1)
+        await server.catalog.delete_bucket(BUCKET)
+        await server.catalog.create_bucket(BUCKET, 1, 1 << 26)
+        partition = server.catalog.bucket(BUCKET).partitions[0]
+        partition.mutate(batch_of(sets(b"a", value=b"another's")), now=NOW)
+        await trio.sleep(INDEXED_S)
+        store.released.set()
+        answer = await answer_to(peer, opaque)
+        assert isinstance(answer, Refusal), answer
         assert answer.status == Status.NO_BUCKET
 
 

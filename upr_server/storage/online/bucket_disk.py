@@ -235,11 +235,12 @@ class BucketDisk:
 
         Raises:
             StorageError: The disk cannot tell.
+            ServerError: `NO_BUCKET`: the bucket was deleted meanwhile.
         """
         await self.maintenance.wait_until_indexed(partition)
         self._fetches += 1
         self._fetched_count += len(requests)
-        items = await self.store.ask(
+        items = await self.ask(
             FindItems(self.bucket.name, partition.id, requests, partition.eviction.indexed_seq)
         )
         rows = items.all_rows()
