@@ -41,6 +41,8 @@ from upr_protocol.wire import (
     StatsReply,
 )
 from upr_server.app import Server
+from upr_server.net import backlog
+from upr_server.net.durability_waits import WAIT_BYTES
 from upr_server.storage import bucket_storage
 from upr_server.storage.api import Store
 from upr_server.storage.calls import (
@@ -339,6 +341,32 @@ async def test_a_number_is_awaited_until_it_is_on_disk(
         answer = await answer_to(peer, waiting_opaque)
         assert isinstance(answer, AwaitReply)
         assert answer.seq == 2
+
+
+async def test_a_client_that_waits_for_very_many_numbers_is_not_read(
+    monkeypatch: pytest.MonkeyPatch, autojump_clock: trio.testing.MockClock
+) -> None:
+    """The server kept any number of them, for as long as the client wanted to wait."""
+    monkeypatch.setattr(backlog, "OWED_BYTES_MAX", 10 * WAIT_BYTES)
+    store = HeldStore()
+    async with serving(store) as server, speaking(server) as peer:
+        reply = await answer_to(peer, await send(peer, sets(K0), MEMORY))
+        assert isinstance(reply, MutateReply)
+        (run,) = reply.runs
+        opaques = [peer.opaque() for _ in range(40)]
+        for opaque in opaques:
+            await peer.say(
+                Await(
+                    run.history_id, run.last_seq, 1_000_000, PERSISTED, partition=P0, opaque=opaque
+                )
+            )
+        await trio.sleep(1)
+        (connection,) = server.connections.connections
+        assert len(connection.context.durability_waits) == 11
+        store.released.set()
+        answers = [await peer.hear(AwaitReply) for _ in opaques]
+        assert sorted(answer.opaque for answer in answers) == opaques
+        assert not connection.context.backlog.owed_bytes
 
 
 async def test_streams_and_barriers_do_not_wait_for_the_disk(

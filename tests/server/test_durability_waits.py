@@ -19,13 +19,35 @@ from upr_protocol.ids import Durability, HistoryId, PartitionId, PartitionState,
 from upr_protocol.wire import Await, AwaitReply, Message
 from upr_server.engine import Bucket
 from upr_server.net import durability_waits
-from upr_server.net.durability_waits import ANSWER_COST, STEP_COST, DurabilityWaits
+from upr_server.net.durability_waits import (
+    ANSWER_COST,
+    STEP_COST,
+    WAIT_BYTES,
+    DurabilityWaits,
+)
 from upr_server.net.replies import DurabilityTarget
 from upr_server.net.turns import Turns
 
 HIGH: Final = 9
 PARTITIONS: Final = 2
 COPIES: Final = (1, 2)
+
+
+@attrs.define
+class Owed:
+    """What a connection has waiting.
+
+    Attributes:
+        nbytes: How many bytes that are.
+    """
+
+    nbytes: int = 0
+
+    def reply_owed(self, nbytes: int) -> None:
+        self.nbytes += nbytes
+
+    def reply_sent(self, nbytes: int) -> None:
+        self.nbytes -= nbytes
 
 
 @attrs.define
@@ -37,12 +59,14 @@ class Client:
         bucket: The bucket that it opened; None once that was deleted.
         answers: By the number of the request, the number that was reached, or why it was refused.
         faults: Requests that failed.
+        backlog: What it has waiting.
     """
 
     nursery: trio.Nursery
     bucket: Bucket | None
     answers: dict[int, int | Status] = attrs.field(factory=dict)
     faults: int = 0
+    backlog: Owed = attrs.field(factory=Owed)
 
     def start_task(self, task: Callable[[], Awaitable[None]]) -> None:
         self.nursery.start_soon(task)
@@ -117,6 +141,7 @@ class Waiting:
     async def check(self) -> None:
         await wait_all_tasks_blocked()
         self.waits.check_invariants()
+        assert self.client.backlog.nbytes == len(self.waits) * WAIT_BYTES
         remaining = []
         for wait in self.model:
             opaque, place, seq, copies, history, deadline = wait

@@ -38,9 +38,9 @@ OWED_BYTES_MAX: Final = 16 * 1024 * 1024
 """Bytes of what is known of replies that wait for the disk, for replicas or behind others. No quota
 counts them, and the credit of their requests is granted again when these come. So a connection
 could make 4,096 replies wait, with up to 0.8 MB each. These are 30 to 40 bundles of the largest
-kind, or 8,000 single changes; the reply that exceeds it is still made. While there is more, what
-the peer says waits, acknowledgements and barriers too: no longer than the disk takes for a commit,
-or replicas have for a batch."""
+kind, or 8,000 single changes, or 33,000 `Await`s; the reply that exceeds it is still made. While
+there is more, what the peer says waits, acknowledgements and barriers too: no longer than the disk
+takes for a commit, or replicas have for a batch; or, of `Await`s, than their deadlines."""
 
 
 class ConnectionBacklog:

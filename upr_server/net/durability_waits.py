@@ -33,6 +33,10 @@ LOOK_AGAIN_S: Final = 1.0
 """How often waits are looked at though nobody has told of progress: a partition may have another
 state or history, which ends the waits for it."""
 
+WAIT_BYTES: Final = 500
+"""What a wait takes in memory, with its request, about. A client may wait for weeks, for a replica
+that is gone, and ask anew all the time."""
+
 STALE_MIN: Final = 64
 """A heap may be cleaned of waits that are over when it has more of them than this, and more than of
 the others."""
@@ -111,8 +115,22 @@ class _Group:
         return not self.is_in_history or (self.target.copies > 0 and not is_followed)
 
 
+class OwedBytes(Protocol):
+    """What a connection has waiting, as its waits see it; `ConnectionBacklog` is one."""
+
+    def reply_owed(self, nbytes: int) -> None:
+        """A reply waits, which takes about so many bytes."""
+
+    def reply_sent(self, nbytes: int) -> None:
+        """Such a reply waits no longer."""
+
+
 class WaitingClient(Protocol):
     """The connection, as its waits see it."""
+
+    @property
+    def backlog(self) -> OwedBytes:
+        """What the connection has waiting. While that is too much, it asks for nothing more."""
 
     @property
     def bucket(self) -> Bucket | None:
@@ -196,6 +214,7 @@ class DurabilityWaits:
         if group is None:
             group = self._groups[key] = _Group(partition, request.history_id, target)
         self._added_count += 1
+        self._client.backlog.reply_owed(WAIT_BYTES)
         wait = _Wait(request, group)
         group.heap.add(request.seq, self._added_count, wait)
         self._deadlines.add(deadline, self._added_count, wait)
@@ -264,6 +283,7 @@ class DurabilityWaits:
 
     def _answer(self, wait: _Wait) -> None:
         wait.is_over = True
+        self._client.backlog.reply_sent(WAIT_BYTES)
         group, request = wait.group, wait.request
         group.heap.note_over()
         self._deadlines.note_over()
