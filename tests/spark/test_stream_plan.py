@@ -25,6 +25,7 @@ from upr_protocol.failover import FailoverLog
 from upr_protocol.ids import HistoryId, PartitionId, SeqNo
 from upr_protocol.limits import LEASE_TIME_TO_LIVE_S_MAX
 from upr_protocol.spark import UprDataSource
+from upr_protocol.spark.batch_shares import StreamLimits, batch_ends
 from upr_protocol.spark.consumer_position import (
     AGAIN_AFTER_REFUSAL_S,
     AGAIN_AFTER_S,
@@ -33,15 +34,10 @@ from upr_protocol.spark.consumer_position import (
 from upr_protocol.spark.errors import PipelineError
 from upr_protocol.spark.micro_batch_reader import MicroBatchReader
 from upr_protocol.spark.offset import PartitionOffset, StreamOffset
+from upr_protocol.spark.partition_rollback import BATCH_ENDS_MAX, with_batch_end
 from upr_protocol.spark.read_options import ReadOptions
 from upr_protocol.spark.read_tasks import PartitionRange, ReadTask, tasks_of
 from upr_protocol.spark.schema import READ_COLUMNS, default_schema
-from upr_protocol.spark.stream_plan import (
-    BATCH_ENDS_MAX,
-    StreamLimits,
-    batch_ends,
-    with_batch_end,
-)
 
 PARTITIONS: Final = 3
 ROWS_MAX: Final = 7

@@ -10,6 +10,7 @@ from pyspark.sql.datasource import DataSourceStreamReader, InputPartition
 from pyspark.sql.streaming.datasource import ReadLimit, SupportsTriggerAvailableNow
 from pyspark.sql.types import StructType
 
+from upr_protocol.spark.batch_shares import StreamLimits, equal_shares
 from upr_protocol.spark.driver_client import BucketDriverClient
 from upr_protocol.spark.errors import PipelineError, sentence_first
 from upr_protocol.spark.micro_batch_reader import (
@@ -23,7 +24,7 @@ from upr_protocol.spark.read_options import ReadOptions
 from upr_protocol.spark.reading import read_task
 from upr_protocol.spark.schema import check_schema
 from upr_protocol.spark.stream_backlog import StreamBacklog
-from upr_protocol.spark.stream_plan import BacklogSize, StreamLimits, equal_shares
+from upr_protocol.spark.stream_plan import BacklogSize
 
 Json = dict[str, Any]
 

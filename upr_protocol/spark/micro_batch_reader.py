@@ -23,6 +23,7 @@ from upr_protocol.client import HeldLease
 from upr_protocol.client.options import new_lease_id
 from upr_protocol.errors import ServerError, Status
 from upr_protocol.spark.batch_delay import BatchDelay
+from upr_protocol.spark.batch_shares import StreamLimits, sizes_of
 from upr_protocol.spark.consumer_position import ConsumerPosition
 from upr_protocol.spark.driver_client import (
     BucketDriverClient,
@@ -32,19 +33,13 @@ from upr_protocol.spark.driver_client import (
 )
 from upr_protocol.spark.errors import PipelineError, as_pipeline_error, sentence_first
 from upr_protocol.spark.offset import StreamOffset
+from upr_protocol.spark.partition_rollback import rollback_error, rollback_needed
 from upr_protocol.spark.read_options import ReadOptions
 from upr_protocol.spark.read_tasks import PartitionRange, tasks_of
 from upr_protocol.spark.reading import read_task
 from upr_protocol.spark.schema import check_schema
 from upr_protocol.spark.stream_backlog import StreamBacklog
-from upr_protocol.spark.stream_plan import (
-    BacklogSize,
-    StreamLimits,
-    StreamPlan,
-    ranges_between,
-    rollback_error,
-    sizes_of,
-)
+from upr_protocol.spark.stream_plan import BacklogSize, StreamPlan, ranges_between
 
 
 def default_limit(options: ReadOptions) -> ReadLimit:
@@ -264,10 +259,11 @@ class MicroBatchReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
                 continue
             if numbers is None or numbers.history_id != offset.log.current:
                 infos = self._server.partition_infos() if infos is None else infos
-                error = rollback_error(range_.partition, offset, infos.get(range_.partition))
-                if error is not None:
+                info = infos.get(range_.partition)
+                rollback = rollback_needed(offset, info)
+                if rollback is not None:
                     if not self._options.marks_rollback:
-                        raise error
+                        raise rollback_error(range_.partition, offset, info, rollback)
                     # The next batch begins with a marker that undoes this one.
                     continue
             readable.append(range_)

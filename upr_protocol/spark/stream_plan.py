@@ -11,38 +11,28 @@ import attrs
 
 from upr_protocol.client import HeldLease, PartitionInfo, PartitionNumbers
 from upr_protocol.errors import ServerError, Status
-from upr_protocol.failover import FailoverLog, RollBack, decide_start
+from upr_protocol.failover import FailoverLog
 from upr_protocol.ids import SEQ_MAX, HistoryId, PartitionId, SeqNo
+from upr_protocol.spark.batch_shares import StreamLimits, batch_ends, mean_size, sizes_of
 from upr_protocol.spark.driver_client import DriverClient, acquire_new_lease, holds_ranges
 from upr_protocol.spark.errors import OptionError, PipelineError
 from upr_protocol.spark.offset import PartitionOffset, StreamOffset
+from upr_protocol.spark.partition_rollback import (
+    rewound,
+    rollback_error,
+    rollback_needed,
+    with_batch_end,
+)
 from upr_protocol.spark.read_tasks import PartitionRange, RollbackMarker
 from upr_protocol.spark.stream_backlog import BacklogAge, StreamBacklog
 
 _NOTHING: Final = PartitionOffset()
 
-BATCH_ENDS_MAX: Final = 6
-"""So many ends of earlier batches an offset has for each partition. They make it longer."""
-
 PLAN_TRIES: Final = 10
 """How often a plan is tried that failovers spoil. Mostly a failover takes longer than a plan."""
 
 Partitions = dict[PartitionId, PartitionOffset]
-K = TypeVar("K", int, PartitionId, str)
 T = TypeVar("T")
-
-
-@attrs.frozen
-class StreamLimits:
-    """How much one batch may have.
-
-    Attributes:
-        numbers: Sequence numbers, at most: no batch has more rows than that.
-        nbytes: Bytes, about.
-    """
-
-    numbers: int | None = None
-    nbytes: int | None = None
 
 
 @attrs.frozen
@@ -233,7 +223,7 @@ class StreamPlan:
             offset, seq = start.partition_offset(partition), SeqNo(seqs.get(partition, 0))
             # Nothing was read yet. So if the place was lost, there is nothing to undo, and the rows
             # since the time begin elsewhere.
-            if seq > offset.seq or _rollback_needed(offset, info) is not None:
+            if seq > offset.seq or rollback_needed(offset, info) is not None:
                 moved[partition] = PartitionOffset(info.log, seq, seq, seq)
         return attrs.evolve(start, partitions={**start.partitions, **moved})
 
@@ -290,12 +280,12 @@ class StreamPlan:
         infos = self._driver.partition_infos()
         for partition in changed:
             offset, info = partitions[partition], infos.get(partition)
-            rollback = _rollback_needed(offset, info)
+            rollback = rollback_needed(offset, info)
             if rollback is not None:
                 if not self._marks_rollback:
-                    raise _rollback_error(partition, offset, info, rollback)
+                    raise rollback_error(partition, offset, info, rollback)
                 ceiling = rollback.ceiling if self._rewinds else SeqNo(0)
-                partitions[partition] = _rewound(offset, info, ceiling)
+                partitions[partition] = rewound(offset, info, ceiling)
         return partitions
 
     def _after_batch(self, offset: PartitionOffset) -> PartitionOffset:
@@ -320,7 +310,7 @@ class StreamPlan:
                     "sink, or stream with "
                     "onRollback=marker into a sink that can undo",
                 )
-            new_offsets[partition] = _rewound(offset, infos[partition], SeqNo(0))
+            new_offsets[partition] = rewound(offset, infos[partition], SeqNo(0))
         return new_offsets
 
     def _renew_lease(self, lease_id: int) -> HeldLease | None:
@@ -507,7 +497,7 @@ class StreamPlan:
             for partition, offset in start.partitions.items()
             if partition not in new_offsets
         }
-        number_bytes = _mean_size(
+        number_bytes = mean_size(
             {partition: end - partitions[partition].seq for partition, end in ends.items()}, sizes
         )
         return StreamOffset(
@@ -584,104 +574,12 @@ def _holds_snapshots(lease: HeldLease, partitions: Mapping[PartitionId, Partitio
     )
 
 
-def with_batch_end(offset: PartitionOffset) -> tuple[SeqNo, ...]:
-    """The ends of earlier batches, with where the stream stands if the partition is consistent
-    there. The first is 0. An end that was reached without `rewinds` does not count: the options
-    may have been others then, with which a batch can lack rows.
-
-    The two newest and the oldest stay. Of the others, those go first that stand close together for
-    how far back they are: so a short way back repeats few rows, and a long way is possible.
-    """
-    if not offset.batch_ends:
-        return (SeqNo(0),)
-    seq, batch_ends = offset.seq, list(offset.batch_ends)
-    if seq == offset.snapshot_end and seq not in batch_ends:
-        batch_ends.insert(0, seq)
-    while len(batch_ends) > BATCH_ENDS_MAX:
-        closest = min(
-            range(2, len(batch_ends) - 1),
-            key=lambda index: (
-                (batch_ends[index - 1] - batch_ends[index + 1]) / (seq - batch_ends[index + 1])
-            ),
-        )
-        del batch_ends[closest]
-    return tuple(batch_ends)
-
-
 def _backlog(
     partitions: Mapping[PartitionId, PartitionOffset], ends: Mapping[PartitionId, SeqNo]
 ) -> dict[PartitionId, SeqNo]:
     """Partitions of which there is more, and where the stream stands in them."""
     seqs = {partition: partitions.get(partition, _NOTHING).seq for partition in ends}
     return {partition: seq for partition, seq in seqs.items() if seq < ends[partition]}
-
-
-def batch_ends(
-    partitions: Mapping[PartitionId, PartitionOffset],
-    limits: StreamLimits,
-    sizes: Mapping[PartitionId, float],
-) -> dict[PartitionId, SeqNo]:
-    """How far each partition is read in the next batch: all that there is, or the same share of
-    each partition's backlog.
-
-    Args:
-        partitions: Where the stream stands in each, and where the snapshots end.
-        limits: How much the batch may have.
-        sizes: Bytes a sequence number, by partition.
-    """
-    backlogs = {
-        partition: offset.snapshot_end - offset.seq
-        for partition, offset in partitions.items()
-        if offset.seq < offset.snapshot_end
-    }
-    total = sum(backlogs.values())
-    if not total:
-        return {}
-    batch_total = total if limits.numbers is None else min(total, limits.numbers)
-    nbytes = sum(sizes.get(partition, 0.0) * backlog for partition, backlog in backlogs.items())
-    if limits.nbytes is not None and nbytes > limits.nbytes:
-        batch_total = min(batch_total, max(1, int(total * limits.nbytes / nbytes)))
-    return {
-        partition: SeqNo(partitions[partition].seq + share)
-        for partition, share in equal_shares(batch_total, backlogs).items()
-    }
-
-
-def equal_shares(batch_total: int, backlogs: Mapping[K, int]) -> dict[K, int]:
-    """Of what a batch may have, the same share of each backlog.
-
-    Args:
-        batch_total: How much the batch may have.
-        backlogs: How much there is of each; together at least 1.
-    """
-    total = sum(backlogs.values())
-    batch_total = min(batch_total, total)
-    parts = {name: batch_total * backlog // total for name, backlog in backlogs.items()}
-    unassigned = batch_total - sum(parts.values())
-    # What rounding left goes to those that have most left.
-    for name in sorted(backlogs, key=lambda name: (parts[name] - backlogs[name], name))[
-        :unassigned
-    ]:
-        parts[name] += 1
-    return parts
-
-
-def _mean_size(counts: Mapping[PartitionId, int], sizes: Mapping[PartitionId, float]) -> int:
-    """Bytes a sequence number, of so many of each partition; 0 if no sizes are known."""
-    total = sum(counts.values())
-    if not total or not sizes:
-        return 0
-    nbytes = sum(sizes.get(partition, 0.0) * count for partition, count in counts.items())
-    return max(1, round(nbytes / total))
-
-
-def sizes_of(lease: HeldLease) -> dict[PartitionId, float]:
-    """Bytes a sequence number of what a lease holds, by partition."""
-    return {
-        pinned.partition: pinned.nbytes / (pinned.end - pinned.start)
-        for pinned in lease.ranges
-        if pinned.end > pinned.start
-    }
 
 
 def check_named(
@@ -694,26 +592,6 @@ def check_named(
                 f"the option {option} names partition {partition}; the partitions read are "
                 f"{min(seqnos)} to {max(seqnos)}"
             )
-
-
-def _rewound(
-    offset: PartitionOffset, info: PartitionInfo | None, ceiling: SeqNo
-) -> PartitionOffset:
-    """A partition that went back: to the newest end of a batch up to `ceiling`, or to 0."""
-    log = FailoverLog() if info is None else info.log
-    batch_ends = tuple(seq for seq in offset.batch_ends if seq <= ceiling)
-    seq = batch_ends[0] if batch_ends else SeqNo(0)
-    rolled_back_from = offset.seq if offset.rolled_back_from is None else offset.rolled_back_from
-    return PartitionOffset(log, seq, seq, seq, rolled_back_from, batch_ends)
-
-
-def _rollback_needed(offset: PartitionOffset, info: PartitionInfo | None) -> RollBack | None:
-    """Whether the server's history has parted from a stream's below where that stands."""
-    # Whether deletions are forgotten a lease will say; one that is held keeps them.
-    log, high = (FailoverLog(), SeqNo(0)) if info is None else (info.log, info.high_seq)
-    position = offset.position
-    decision = decide_start(log, max(high, position.highest_received), SeqNo(0), position)
-    return decision if isinstance(decision, RollBack) else None
 
 
 def _has_parted_since(
@@ -734,7 +612,7 @@ def _has_parted_since(
         partition not in infos
         or (
             infos[partition].log.current != numbers.history_id
-            and _rollback_needed(partitions.get(partition, _NOTHING), infos[partition]) is not None
+            and rollback_needed(partitions.get(partition, _NOTHING), infos[partition]) is not None
         )
         for partition, numbers in seqnos.items()
     )
@@ -756,44 +634,6 @@ def _failing_over_error() -> PipelineError:
         f"{PLAN_TRIES} times: nodes fail over, or servers crash, again and again. Find out why, "
         "and run the query again",
     )
-
-
-def rollback_error(
-    partition: PartitionId, offset: PartitionOffset, info: PartitionInfo | None
-) -> PipelineError | None:
-    """The error of a stream that has to go back and does not mark rollbacks; None if it need not go
-    back.
-
-    Args:
-        partition: The partition.
-        offset: Where the stream stands in it.
-        info: The partition as it is now; None when there is none.
-    """
-    rollback = _rollback_needed(offset, info)
-    return None if rollback is None else _rollback_error(partition, offset, info, rollback)
-
-
-def _rollback_error(
-    partition: PartitionId,
-    offset: PartitionOffset,
-    info: PartitionInfo | None,
-    rollback: RollBack,
-) -> PipelineError:
-    server_log = FailoverLog() if info is None else info.log
-    to = rollback.ceiling if rollback.ceiling < offset.seq else offset.snapshot_start
-    return PipelineError(
-        "UPR_ROLLBACK",
-        f"partition {partition} has to go back from {offset.seq} to {to}, as "
-        f"{rollback.reason.value}: there was a failover, or data was lost. The stream followed "
-        f"{_log_text(offset.log)}; the server now has {_log_text(server_log)}. Rows above {to} are "
-        "in the sink and may be on no server. Begin with a new checkpoint and an empty sink; or "
-        "stream with onRollback=marker into a sink that can undo (upr_protocol.spark.recipes)",
-    )
-
-
-def _log_text(log: FailoverLog) -> str:
-    entries = [f"{history_id:016x} from {seq}" for history_id, seq in log.pairs()]
-    return f"[{', '.join(entries)}]"
 
 
 def ranges_between(start: StreamOffset, end: StreamOffset) -> list[PartitionRange]:
