@@ -3,6 +3,7 @@ twice; and requests for keys that only the disk has. On simulated disks and a mo
 
 from __future__ import annotations
 
+import math
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -75,7 +76,7 @@ class Model:
     def __init__(self, disk: BucketDisk, partition: Partition) -> None:
         self.disk = disk
         self.partition = partition
-        self._written: list[tuple[bytes, bytes]] = []
+        self._written: list[tuple[bytes, bytes | None]] = []
 
     def write(self, *items: tuple[bytes, bytes]) -> None:
         """Sets items, now."""
@@ -84,9 +85,20 @@ class Model:
         self._written += items
         assert result.last_seq == len(self._written)
 
+    def delete(self, *keys: bytes) -> None:
+        """Deletes items that there may be, now: an item that has expired takes the place of each,
+        and becomes a deletion."""
+        rows = [Mutation(Operation.SET, key, b"", expiry=1) for key in keys]
+        self.partition.mutate(batch_of(Chunk.build(rows, SeqNo(0), SeqNo(0))), now=NOW)
+        assert self.partition.expire(NOW) == len(keys)
+        self._written += [(key, b"") for key in keys]
+        self._written += [(key, None) for key in keys]
+        assert self.partition.high_seq == len(self._written)
+
     def contents(self, seq: int) -> dict[bytes, bytes]:
         """What there was at a number."""
-        return dict(self._written[:seq])
+        written = dict(self._written[:seq])
+        return {key: value for key, value in written.items() if value is not None}
 
     async def persist(self) -> None:
         """Waits until everything is on disk."""
@@ -120,6 +132,7 @@ class Reader:
     """Reads the partition as a stream does, and compares it with the model at each end.
 
     Attributes:
+        model: What it is compared with.
         reader: What is tested.
         kinds: Whence each snapshot came.
         ends: The ends of the snapshots that were read whole.
@@ -129,7 +142,7 @@ class Reader:
     def __init__(
         self, model: Model, start: int = 0, stream_end: int = SEQ_MAX, end_at_least: int = 0
     ) -> None:
-        self._model = model
+        self.model = model
         self.stream_end = stream_end
         self._contents = model.contents(start)
         self._at = start
@@ -179,12 +192,15 @@ class Reader:
             assert seqs == sorted(set(seqs))
             assert all(self._at < seq <= item.end for seq in seqs)
             for row in item:
-                self._contents[row.key] = row.value
+                if row.op is Operation.SET:
+                    self._contents[row.key] = row.value
+                else:
+                    self._contents.pop(row.key, None)
             self._at = item.end
         elif isinstance(item, SnapshotEndItem):
             assert item.end == self._at == self._end
             self.ends.append(item.end)
-            assert self._contents == self._model.contents(item.end)
+            assert self._contents == self.model.contents(item.end)
         return item
 
     async def read(self, items: int = 0) -> None:
@@ -200,7 +216,7 @@ class Reader:
             items -= 1
 
     def _has_read_all(self) -> bool:
-        end = min(self._model.partition.high_seq, self.stream_end)
+        end = min(self.model.partition.high_seq, self.stream_end)
         return self._at >= end and not self.reader.is_reading
 
     def close(self) -> None:
@@ -690,6 +706,24 @@ async def test_a_backfill_that_nobody_reads_leaves_memory_for_others(
         other_reader.close()
 
 
+async def read_or_begin_again(readers: list[Reader], index: int, items: int = 0) -> None:
+    """Reads so many items, or all. A reader that would lack deletions is told so; then another one
+    takes its place, and begins at 0."""
+    reader = readers[index]
+    try:
+        await reader.read(items)
+    except StreamBrokenError as error:
+        status = error.status
+    else:
+        return
+    assert status is Status.ROLLBACK_NEEDED
+    assert 0 < reader.reader.seq < reader.model.partition.purge_seq
+    reader.close()
+    readers[index] = Reader(reader.model)
+    if not items:
+        await readers[index].read()
+
+
 @pytest.mark.parametrize("seed", range(60))
 async def test_readers_see_what_the_model_says_whatever_happens(
     autojump_clock: trio.testing.MockClock, seed: int, monkeypatch: pytest.MonkeyPatch
@@ -697,18 +731,24 @@ async def test_readers_see_what_the_model_says_whatever_happens(
     draw = Random(seed)
     if seed % 2:
         monkeypatch.setattr(bucket_storage, "GARBAGE_BYTES", 0)
+        monkeypatch.setattr(bucket_storage, "GARBAGE_SHARE", 0.05)
     if seed % 3:
         monkeypatch.setattr(partition_reader, "EXCESS_MUTATIONS_MAX", 0)
     store = SimulatedStore(delay=lambda _call: draw.random() / 50)
     async with a_partition(store) as (_, model):
+        partition = model.partition
+        # All deletions are old enough to go, or none is.
+        model.disk.maintenance._purge_age_s = 0.0 if seed % 4 else math.inf
         readers = [Reader(model) for _ in range(3)]
-        write_count = drop_count = 0
+        drop_count = 0
+
         for _ in range(120):
             choice = draw.random()
-            if choice < 0.3:
+            if choice < 0.25:
                 count = draw.randrange(1, 60)
-                model.write(*items(write_count, count, draw.choice((1, 200))))
-                write_count += count
+                model.write(*items(partition.high_seq, count, draw.choice((1, 200))))
+            elif choice < 0.3:
+                model.delete(*{b"key %d" % draw.randrange(40): None for _ in range(8)})
             elif choice < 0.45:
                 await model.persist()
             elif choice < 0.6:
@@ -716,20 +756,20 @@ async def test_readers_see_what_the_model_says_whatever_happens(
             elif choice < 0.65:
                 index = draw.randrange(len(readers))
                 readers[index].close()
-                # What is purged nobody may begin at; nothing is deleted here.
-                ends = readers[index].ends or [0]
-                start = draw.choice(ends)
-                stream_end = draw.choice((SEQ_MAX, draw.randint(start, max(start, write_count))))
+                ends = [end for end in readers[index].ends if end >= partition.purge_seq] or [0]
+                start, high = draw.choice(ends), int(partition.high_seq)
+                stream_end = draw.choice((SEQ_MAX, draw.randint(start, max(start, high))))
                 readers[index] = Reader(model, start, stream_end)
             elif choice < 0.75:
                 await trio.sleep(draw.random())
             else:
-                reader = draw.choice(readers)
                 with trio.move_on_after(draw.random() / 20):
-                    await reader.read(draw.randrange(1, 12))
-        for reader in readers:
-            await reader.read()
-            assert not reader.ends or reader.ends[-1] >= min(write_count, reader.stream_end)
+                    index = draw.randrange(len(readers))
+                    await read_or_begin_again(readers, index, draw.randrange(1, 12))
+        for index in range(len(readers)):
+            await read_or_begin_again(readers, index)
+            reader = readers[index]
+            assert not reader.ends or reader.ends[-1] >= min(partition.high_seq, reader.stream_end)
             reader.close()
         fresh = Reader(model)
         await fresh.read()
