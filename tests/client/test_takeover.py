@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import attrs
 import pytest
+import trio
 
 from tests.client.resumed_takeover import ResumedTakeover
 from tests.kit.server_group import (
@@ -15,6 +17,7 @@ from tests.kit.server_group import (
     ServerGroup,
     running_servers,
 )
+from upr_protocol.client import NodeClient
 from upr_protocol.client.operator import (
     NotDoneError,
     Operator,
@@ -27,7 +30,7 @@ from upr_protocol.client.operator.takeover import HANDOVER_LAG_CHANGES
 from upr_protocol.failover import FailoverLog
 from upr_protocol.hashing import partition_of
 from upr_protocol.ids import HistoryId, PartitionState, SeqNo
-from upr_protocol.partition_map import HistoryPoint
+from upr_protocol.partition_map import HistoryPoint, PartitionMap
 
 ACTIVE = [PartitionState.ACTIVE] * PARTITIONS
 REPLICA = [PartitionState.REPLICA] * PARTITIONS
@@ -284,6 +287,38 @@ async def test_partitions_are_handed_back_if_the_target_does_not_catch_up() -> N
         await group.set("a", {"k": "w"})
         await group.until(lambda: highs(group, "a") == highs(group, "b"))
         group.check()
+
+
+@pytest.mark.parametrize(
+    ("revision", "reason"), [(32, "b did not catch up"), (33, "it may or may not be active now")]
+)
+async def test_partitions_are_handed_back_if_another_program_answers_for_the_target(
+    monkeypatch: pytest.MonkeyPatch, revision: int, reason: str
+) -> None:
+    """It may be another version. It answers once a map of `revision` is to be sent."""
+
+    async def answer(stream: trio.SocketStream) -> None:
+        async with stream:
+            await stream.send_all(b"HTTP/1.1 400 Bad Request\r\n\r\n")
+
+    set_map = NodeClient.set_map
+    async with running_servers("ab") as group, trio.open_nursery() as nursery:
+        listeners = await nursery.start(partial(trio.serve_tcp, answer, 0, host="127.0.0.1"))
+        other_port = listeners[0].socket.getsockname()[1]
+
+        async def set_map_once(node: NodeClient, expected: int, new_map: PartitionMap) -> None:
+            if new_map.revision == revision:
+                group.proxies["b"]._target = ("127.0.0.1", other_port)
+                group.proxies["b"].cut()
+            await set_map(node, expected, new_map)
+
+        monkeypatch.setattr(NodeClient, "set_map", set_map_once)
+        operator = group.operator(apply_timeout_s=0.3, ask_timeout_s=0.3)
+        timeouts = TakeoverTimeouts(handover_s=0.3)
+        with pytest.raises(NotDoneError, match=rf"{reason}.*; so a is active again"):
+            await take_over(operator, to="b", all_of="a", timeouts=timeouts)
+        assert group.states("a") == ACTIVE
+        nursery.cancel_scope.cancel()
 
 
 async def test_a_takeover_between_nodes_that_both_lose_the_bucket_is_refused(

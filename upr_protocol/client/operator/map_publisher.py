@@ -14,7 +14,7 @@ from upr_protocol.client.operator.errors import (
     UnreachableError,
 )
 from upr_protocol.client.operator.survey import Operator, Survey
-from upr_protocol.errors import BrokenError, ServerError, Status, UprError
+from upr_protocol.errors import ServerError, Status, UprError
 from upr_protocol.partition_map import PartitionMap
 
 _RETRY_S: Final = 0.05
@@ -70,11 +70,12 @@ class MapPublisher:
             await trio.sleep(_RETRY_S)
 
     async def _has_applied(self, node: str, partition_map: PartitionMap) -> bool | None:
-        """Whether a node has this map; None if it does not answer. Records the revision that it
-        has."""
+        """Whether a node has this map; None if it does not answer, or does not
+        say it: it may have become another program, or its certificate may have expired. Records the
+        revision that it has."""
         try:
             status = await self._operator.node_status(self.addresses[node])
-        except (BrokenError, ServerError):
+        except UprError:
             return None
         revision = 0 if status.map is None else status.map.revision
         if status.map != partition_map and revision >= partition_map.revision:
