@@ -254,6 +254,22 @@ async def test_leases_of_a_deleted_bucket_count_no_more(
                 await acquire_lease(later, 3)
 
 
+async def test_a_lease_that_another_user_releases_counts_no_more(
+    network: MemoryNetwork, autojump_clock: MockClock
+) -> None:
+    """It counted until it would have lapsed, which may take a day."""
+    async with (
+        server_with(leases=1),
+        connect(address("bob")) as client,
+        connect(address("eve")) as other,
+    ):
+        await acquire_lease(client, 1)
+        await other.release_lease(1)
+        await acquire_lease(client, 2)
+        with pytest.raises(ServerError, match="user bob has 1 leases"):
+            await acquire_lease(client, 3)
+
+
 async def test_a_lease_that_is_granted_while_its_bucket_is_deleted_does_not_count(
     network: MemoryNetwork, autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -59,6 +59,7 @@ class RequestContext:
         bucket: The bucket that the client opened; None before that, and once it was deleted.
         access: Who the client is, and what it may do.
         log_in: How the client proves who it is.
+        usages: What each user has of this node.
         catalog: The buckets.
         users: The users of the cluster.
         partition_maps: The partition maps.
@@ -90,6 +91,7 @@ class RequestContext:
         self.bucket: Bucket | None = None
         self.access = Access(resources.users, peer, resources.audit_log)
         self.log_in = LogInExchange(resources.log_ins, session, stream, peer, self.access, wake)
+        self.usages = resources.log_ins.usages
         self.catalog = resources.catalog
         self.users = resources.users
         self.partition_maps = resources.partition_maps

@@ -135,7 +135,7 @@ class UserUsage:
             self._unnamed_leases.append((bucket, lapses_at))
 
     def forget_lease(self, bucket: str, lease_id: int) -> None:
-        """The user has released a lease."""
+        """A lease was released."""
         self._leases.pop((bucket, lease_id), None)
 
     def forget_bucket(self, bucket: str) -> None:
@@ -184,6 +184,11 @@ class UserUsages:
                 }
             usage = self._usages[name] = UserUsage(name, self._users)
         return usage
+
+    def forget_lease(self, bucket: str, lease_id: int) -> None:
+        """A lease was released, perhaps by another user than the one who has it. O(users)."""
+        for usage in self._usages.values():
+            usage.forget_lease(bucket, lease_id)
 
     def forget_bucket(self, bucket: str) -> None:
         """A bucket was deleted: its leases do not count any more. O(users + leases)."""

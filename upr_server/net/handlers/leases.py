@@ -49,8 +49,7 @@ def lease(context: RequestContext, request: Lease) -> None:
         async with disk.maintenance.paused():
             if request.action is LeaseAction.RELEASE:
                 await disk.leases.release(request.lease_id)
-                if usage is not None:
-                    usage.forget_lease(disk.bucket.name, request.lease_id)
+                context.usages.forget_lease(disk.bucket.name, request.lease_id)
                 context.send(LeaseReply(request.lease_id, 0, opaque=request.opaque))
                 return
             if request.action is LeaseAction.ACQUIRE:
