@@ -13,7 +13,7 @@ import pytest
 from pyspark.errors import PySparkException
 from pyspark.sql import SparkSession
 from pyspark.sql.datasource import InputPartition
-from pyspark.sql.types import StringType, StructField, StructType
+from pyspark.sql.types import LongType, StringType, StructField, StructType
 
 from tests.indexer.processes import indexer_process
 from tests.spark.bucket import change
@@ -228,3 +228,29 @@ def test_large_items_are_read_few_at_a_time(monkeypatch: pytest.MonkeyPatch) -> 
     index_keys = [key for batch in batches for key in batch.column("index_key").to_pylist()]
     assert len(keys) == 50 - len(batches), "one of each part is gone"
     assert [f"[{key.decode()[1:]}]" for key in keys] == index_keys
+
+
+@pytest.mark.parametrize("name", ["seq", "cas"])
+def test_a_number_of_an_item_that_spark_has_no_type_for(
+    monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    class Indexer(AbsentIndexer):
+        entries = 1
+
+        def scan(self, _name: str, **_options: object) -> IndexPage:
+            return IndexPage()
+
+    class ItemsWithLargeNumbers(ModelDriverClient):
+        def get_items(self, keys: Sequence[bytes]) -> list[Item]:
+            partition, number = PartitionId(0), 1 << 63
+            return [
+                Item(key, b"", Cas(number), 0, 0, SeqNo(number), partition, HistoryId(1))
+                for key in keys
+            ]
+
+    monkeypatch.setattr(index_reader, "IndexClient", Indexer)
+    monkeypatch.setattr(index_reader, "BucketDriverClient", lambda _: ItemsWithLargeNumbers(1))
+    options = ReadOptions.parse({"url": "upr://h/b", "index": "a/b", "indexer": "http://h"})
+    schema = StructType([StructField(name, LongType())])
+    with pytest.raises(PipelineError, match=rf"UPR_TOO_LARGE.*column {name} holds {1 << 63},"):
+        list(IndexReader(options, schema).read(InputPartition(0)))

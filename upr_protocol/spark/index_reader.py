@@ -24,7 +24,7 @@ from upr_protocol.spark.index_query import IndexQuery
 from upr_protocol.spark.item_lookup import ItemLookup
 from upr_protocol.spark.json_values import parser_of
 from upr_protocol.spark.read_options import ReadOptions
-from upr_protocol.spark.record_batches import record_batch_of
+from upr_protocol.spark.record_batches import record_batch_of, too_large_error
 from upr_protocol.spark.schema import INDEX_COLUMNS, UNPARSED, check_schema
 
 ENTRIES_AT_ONCE: Final = 1000
@@ -204,7 +204,10 @@ class _Rows:
                 if of_entry is None
                 else [of_entry(entry) for entry in entries]
             )
-            columns[name] = pa.array(values, pa.binary() if name in ("key", "value") else kind)
+            try:
+                columns[name] = pa.array(values, pa.binary() if name in ("key", "value") else kind)
+            except OverflowError as error:
+                raise too_large_error(name, max(values)) from error
         return record_batch_of(columns, self._schema, self._parser)
 
     def close(self) -> None:

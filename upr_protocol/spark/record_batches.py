@@ -348,11 +348,16 @@ def _check_long(name: str, column: pa.Array) -> None:
     # Not by a function of Arrow: its call takes longer than NumPy's whole pass over a batch.
     least = int(np.frombuffer(column.buffers()[1], np.int64).min())
     if least < 0:
-        raise PipelineError(
-            "UPR_TOO_LARGE",
-            f"the column {name} holds {least + (1 << 64)}, and Spark has no type for it: leave the "
-            "column out by .schema(...)",
-        )
+        raise too_large_error(name, least + (1 << 64))
+
+
+def too_large_error(name: str, number: int) -> PipelineError:
+    """The error of a column that has a number of more than 63 bits."""
+    return PipelineError(
+        "UPR_TOO_LARGE",
+        f"the column {name} holds {number}, and Spark has no type for it: leave the column out by "
+        ".schema(...)",
+    )
 
 
 def resized(batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
