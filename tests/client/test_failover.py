@@ -142,6 +142,23 @@ async def test_a_replica_that_refuses_its_copy_does_not_count_as_fenced(tmp_path
         assert group.states("c")[1:] == ACTIVE[1:]
 
 
+async def test_a_failover_that_finds_no_copy_puts_the_assignment_back(tmp_path: Path) -> None:
+    """Also if it may lose what was acknowledged: the old active may come back."""
+    async with running_servers("ab", directory=tmp_path) as group:
+        await filled(group)
+        await group.stop("a")
+        await group.stop("b")
+        bucket = tmp_path / "b" / "buckets" / "b"
+        for key in records(bucket, partition_key(PARTITION, PartitionId(0))):
+            flip(bucket, key, 100)
+        await group.start("b")
+        with pytest.raises(NotDoneError, match="no node that answers has a copy of partition 0"):
+            await fail_over(group.operator("b"), partitions=[0], lose_acknowledged=True)
+        assert group.map("b").partitions[0].active == "a"
+        await group.start("a")
+        await group.until(lambda: group.states("a") == ACTIVE)
+
+
 async def test_a_replica_that_has_lost_its_disk_does_not_count() -> None:
     """It alone had what was acknowledged. A fence would give it an empty copy, and the other
     replica would pass for the most complete one."""

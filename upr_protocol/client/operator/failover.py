@@ -69,10 +69,7 @@ async def fail_over(
     if not lose_acknowledged:
         failover.check_replicas()
     await failover.fence()
-    if lose_acknowledged:
-        failover.check_copies(failover.fenced_nodes)
-    else:
-        await failover.check_fenced()
+    await failover.check_fenced(lose_acknowledged=lose_acknowledged)
     actives = await failover.choose_actives(to, lose_acknowledged=lose_acknowledged)
     return await failover.promote(actives)
 
@@ -221,8 +218,15 @@ class _Failover:
             and report.state_of(partition) is PartitionState.DEAD
         ]
 
-    async def check_fenced(self) -> None:
-        """Restores the old assignments and refuses, if too few replicas were fenced."""
+    async def check_fenced(self, *, lose_acknowledged: bool) -> None:
+        """Restores the old assignments and refuses, if too few replicas were fenced; where
+        acknowledged changes may be lost, only if there is no copy at all."""
+        if lose_acknowledged:
+            try:
+                self.check_copies(self.fenced_nodes)
+            except NotDoneError as error:
+                await self._restore(str(error))
+            return
         lacking_partitions, missing_replicas = self._missing_replicas(self.fenced_nodes)
         if lacking_partitions:
             await self._restore(self._too_few(lacking_partitions, missing_replicas))
