@@ -70,9 +70,9 @@ class MapPublisher:
             await trio.sleep(_RETRY_S)
 
     async def _has_applied(self, node: str, partition_map: PartitionMap) -> bool | None:
-        """Whether a node has this map; None if it does not answer, or does not
-        say it: it may have become another program, or its certificate may have expired. Records the
-        revision that it has."""
+        """Whether a node has this map; None if it does not answer, or does not say it: another
+        program may answer there, or its certificate may have expired. Records the revision that it
+        has."""
         try:
             status = await self._operator.node_status(self.addresses[node])
         except UprError:
