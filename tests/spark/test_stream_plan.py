@@ -25,7 +25,7 @@ from upr_protocol.failover import FailoverLog
 from upr_protocol.ids import HistoryId, PartitionId, SeqNo
 from upr_protocol.limits import LEASE_TIME_TO_LIVE_S_MAX
 from upr_protocol.spark import UprDataSource
-from upr_protocol.spark.batch_shares import StreamLimits, batch_ends
+from upr_protocol.spark.batch_shares import StreamLimits, batch_ends, equal_shares
 from upr_protocol.spark.consumer_position import (
     AGAIN_AFTER_REFUSAL_S,
     AGAIN_AFTER_S,
@@ -438,6 +438,17 @@ def test_a_batch_is_shared_out_by_backlog(limits: StreamLimits) -> None:
     for number in ends:
         backlog = stands[number][1] - stands[number][0]
         assert abs(ends[number] - stands[number][0] - batch_total * backlog / 202) <= 1
+
+
+def test_what_has_little_does_not_wait_for_what_is_written_to_all_the_time() -> None:
+    backlogs = {"busy": 1_000_000, "calm": 3, "done": 0}
+    shares = [equal_shares(100, backlogs)]
+    while backlogs["calm"]:
+        backlogs["calm"] -= shares[-1]["calm"]
+        shares.append(equal_shares(100, backlogs))
+    assert shares == [{"busy": 99, "calm": 1, "done": 0}] * 3 + [
+        {"busy": 100, "calm": 0, "done": 0}
+    ]
 
 
 @pytest.mark.parametrize(
@@ -952,6 +963,7 @@ def test_a_failover_after_the_rest_of_a_snapshot_was_planned_anew() -> None:
     for key in range(100):
         driver.write(1, key)
     driver.flush(1)
+    reader = reader_of(driver, onRollback="marker", maxOffsetsPerTrigger="1")
     start = reader.latestOffset(start, ReadMaxRows(1))
     assert offsets_of(start)[0].seq == 2
     driver.fail_over(0, 3)  # The key 0 is at 1 again, which was superseded when that was read.

@@ -69,10 +69,13 @@ def equal_shares(batch_total: int, backlogs: Mapping[K, int]) -> dict[K, int]:
     batch_total = min(batch_total, total)
     parts = {name: batch_total * backlog // total for name, backlog in backlogs.items()}
     unassigned = batch_total - sum(parts.values())
-    # What rounding left goes to those that have most left.
-    for name in sorted(backlogs, key=lambda name: (parts[name] - backlogs[name], name))[
-        :unassigned
-    ]:
+
+    def order(name: K) -> tuple[bool, int, K]:
+        return bool(parts[name] or not backlogs[name]), parts[name] - backlogs[name], name
+
+    # What rounding left goes first to those that would get nothing: while others are written to all
+    # the time, they never would. Then to those that have most left.
+    for name in sorted(backlogs, key=order)[:unassigned]:
         parts[name] += 1
     return parts
 
