@@ -115,6 +115,13 @@ async def test_a_replica_that_is_behind_is_not_promoted() -> None:
         group.check()
 
 
+def damage_partition_0(data_dir: Path) -> None:
+    """Damages the record of the partition 0 of a node that is stopped."""
+    bucket = data_dir / "buckets" / "b"
+    for key in records(bucket, partition_key(PARTITION, PartitionId(0))):
+        flip(bucket, key, 100)
+
+
 async def test_a_replica_that_refuses_its_copy_does_not_count_as_fenced(tmp_path: Path) -> None:
     """Its copy alone has what was acknowledged, and the other replica must not be chosen."""
     async with running_servers("abc", directory=tmp_path) as group:
@@ -124,9 +131,7 @@ async def test_a_replica_that_refuses_its_copy_does_not_count_as_fenced(tmp_path
                 await client.set(f"key {index}", "v", durability=Durability.REPLICATED, copies=1)
         await group.stop("a")
         await group.stop("c")
-        bucket = tmp_path / "c" / "buckets" / "b"
-        for key in records(bucket, partition_key(PARTITION, PartitionId(0))):
-            flip(bucket, key, 100)
+        damage_partition_0(tmp_path / "c")
         await group.start("c")
         assert group.states("c")[0] is PartitionState.DEAD
         operator = group.operator("b")
@@ -148,9 +153,7 @@ async def test_a_failover_that_finds_no_copy_puts_the_assignment_back(tmp_path: 
         await filled(group)
         await group.stop("a")
         await group.stop("b")
-        bucket = tmp_path / "b" / "buckets" / "b"
-        for key in records(bucket, partition_key(PARTITION, PartitionId(0))):
-            flip(bucket, key, 100)
+        damage_partition_0(tmp_path / "b")
         await group.start("b")
         with pytest.raises(NotDoneError, match="no node that answers has a copy of partition 0"):
             await fail_over(group.operator("b"), partitions=[0], lose_acknowledged=True)

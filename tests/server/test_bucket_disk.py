@@ -5,7 +5,8 @@ once. On simulated disks and a mock clock."""
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager
 from functools import partial
 from typing import Any, Final
 
@@ -423,6 +424,20 @@ async def test_a_replica_can_be_deleted_while_its_commit_is_answered(
         assert BUCKET not in replica.catalog.buckets
 
 
+@asynccontextmanager
+async def upkeep_running(server: Server) -> AsyncIterator[None]:
+    """Expires, frees and collapses what a server has, as long as the context."""
+    async with trio.open_nursery() as nursery:
+        for task in (
+            server.upkeep.run_expiring,
+            server.upkeep.run_freeing,
+            server.upkeep.run_collapsing,
+        ):
+            nursery.start_soon(task)
+        yield
+        nursery.cancel_scope.cancel()
+
+
 async def test_items_that_expire_together_stay_within_the_quota(
     autojump_clock: trio.testing.MockClock,
 ) -> None:
@@ -437,19 +452,12 @@ async def test_items_that_expire_together_stay_within_the_quota(
             pass
         bucket.memory_policy.limit_bytes = quota_bytes
         peak = 0
-        async with trio.open_nursery() as nursery:
-            for task in (
-                server.upkeep.run_expiring,
-                server.upkeep.run_freeing,
-                server.upkeep.run_collapsing,
-            ):
-                nursery.start_soon(task)
+        async with upkeep_running(server):
             with trio.fail_after(100_000):
                 await trio.lowlevel.checkpoint()
                 while partition.item_count:
                     await trio.sleep(0.05)
                     peak = max(peak, bucket.memory.total)
-            nursery.cancel_scope.cancel()
         assert quota_bytes / 2 < peak <= quota_bytes
         assert partition.high_seq == 2 * count
 
@@ -458,7 +466,7 @@ class _Peak(trio.abc.Instrument):
     """Notes the highest that a number was at the end of a step of any task.
 
     Attributes:
-        number: That.
+        number: The highest so far.
     """
 
     def __init__(self, number: Callable[[], int]) -> None:
@@ -491,15 +499,8 @@ async def test_items_in_memory_that_expire_together_stay_within_the_quota(
         bucket.memory_policy.limit_bytes = quota_bytes
         peak = _Peak(lambda: bucket.memory.total)
         trio.lowlevel.add_instrument(peak)
-        async with trio.open_nursery() as nursery:
-            for task in (
-                server.upkeep.run_expiring,
-                server.upkeep.run_freeing,
-                server.upkeep.run_collapsing,
-            ):
-                nursery.start_soon(task)
+        async with upkeep_running(server):
             await trio.sleep(1000)
-            nursery.cancel_scope.cancel()
         trio.lowlevel.remove_instrument(peak)
         assert partition.high_seq == 2 * count
         assert quota_bytes / 2 < peak.number <= 0.9 * quota_bytes
