@@ -384,6 +384,26 @@ def test_an_exception_of_on_answer_ends_the_call(fake: ThreadedFake) -> None:
         kv.publish_each(batches, refuse)
 
 
+def test_who_publishes_while_it_publishes_is_told_of_its_own_batches(fake: ThreadedFake) -> None:
+    """A callback may send again what failed, and a source may store where it stands."""
+    batches = [(PartitionId(0), chunk_of_plain_sets([b"k%d" % n], [b"v"])) for n in range(20)]
+    answered_keys: list[bytes] = []
+
+    def source() -> Iterator[tuple[PartitionId, Chunk]]:
+        for batch in batches:
+            yield batch
+            (result,) = kv.apply([Mutation(Operation.SET, b"place", b"v")])
+            assert isinstance(result, WriteResult)
+
+    def hear(batch: Batch) -> None:
+        answered_keys.extend(batch.chunk.keys())
+        kv.publish(PartitionId(1), chunk_of_plain_sets([b"heard"], [b"v"]))
+
+    with client(fake) as kv:
+        kv.publish_each(source(), hear)
+    assert answered_keys == [b"k%d" % n for n in range(20)]
+
+
 def test_batches_go_out_while_the_next_is_made(fake: ThreadedFake) -> None:
     answered: list[int] = []
 

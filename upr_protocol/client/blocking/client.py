@@ -421,7 +421,8 @@ class BlockingClient(KeyOperations[WriteResult]):
         Args:
             batches: Partitions and chunks; taken as there is room.
             on_answer: Called with each batch that is answered, or refused for good. An exception
-                of it ends the call; open batches may then be carried out or not.
+                of it ends the call; open batches may then be carried out or not. It may publish,
+                as the same writer, and so may `batches`.
             writer: As for `publish`.
             buffer_bytes: How much may be unsent or unanswered before the next batch is taken.
         """

@@ -1,7 +1,8 @@
 """Publishing in programs that block: the Trio client's publisher, in a thread of its own.
 
 Batches cross to the thread a bundle at a time and without waiting. The caller waits only for room,
-and at the end. Answered batches lie in a queue until the caller looks, between two bundles.
+and at the end. Answered batches lie in a queue of their call until the caller looks, between two
+bundles.
 """
 
 from __future__ import annotations
@@ -24,14 +25,13 @@ from upr_protocol.ids import PartitionId
 
 class _PublisherInThread:
     """The half that lives in the thread. It does not refer to the other half, so that a client that
-    nobody uses any more ends its thread. The caller takes `answered_batches` from the left."""
+    nobody uses any more ends its thread."""
 
     def __init__(
         self,
         new_publisher: Callable[[], AbstractAsyncContextManager[Publisher]],
         retry: RetryState,
     ) -> None:
-        self.answered_batches: deque[Batch] = deque()
         self._new_publisher = new_publisher
         self._retry = retry
         self._publisher: Publisher | None = None
@@ -67,9 +67,13 @@ class _PublisherInThread:
         await self._opened.wait()
         self._require_publisher()
 
-    def publish(self, batches: Sequence[tuple[PartitionId, Chunk]]) -> None:
+    def publish(
+        self,
+        batches: Sequence[tuple[PartitionId, Chunk]],
+        on_answer: Callable[[Batch], None],
+    ) -> None:
         try:
-            self._require_publisher().publish_nowait(batches, self.answered_batches.append)
+            self._require_publisher().publish_nowait(batches, on_answer)
         except UprError as error:
             self._error = error  # the caller meets it when it waits
 
@@ -98,7 +102,6 @@ class BlockingPublisher:
         retry: RetryState,
     ) -> None:
         self._buffer_bytes = buffer_bytes
-        self._unanswered_bytes = 0
         self._thread = TrioThread()
         self._in_thread = _PublisherInThread(new_publisher, retry)
         self._thread.run_soon(self._thread.nursery.start_soon, self._in_thread.run)
@@ -119,38 +122,43 @@ class BlockingPublisher:
         on_answer: Callable[[Batch], None],
     ) -> None:
         """Publishes all batches and waits until they are answered; see
-        `BlockingClient.publish_each`."""
+        `BlockingClient.publish_each`. The source and `on_answer` may call it again."""
         self._thread.run(self._in_thread.wait_opened)
+        # Each call has its own: a call within this one must not be told of the batches of this one.
+        answered_batches = deque[Batch]()
+        unanswered_bytes = 0
         source = iter(batches)
-        while bundle := self._next_bundle(source):
-            self._thread.run_soon(self._in_thread.publish, bundle)
-            self._report(on_answer)
-            if self._unanswered_bytes >= self._buffer_bytes:
+
+        def report() -> None:
+            """Tells the caller of the batches that are answered."""
+            nonlocal unanswered_bytes
+            while answered_batches:
+                batch = answered_batches.popleft()
+                unanswered_bytes -= batch.nbytes
+                on_answer(batch)
+
+        while bundle := _next_bundle(source):
+            unanswered_bytes += sum(chunk.nbytes + BATCH_OVERHEAD_BYTES for _, chunk in bundle)
+            self._thread.run_soon(self._in_thread.publish, bundle, answered_batches.append)
+            report()
+            if unanswered_bytes >= self._buffer_bytes:
                 self._thread.run(self._in_thread.wait_for_room)
-                self._report(on_answer)
+                report()
         self._thread.run(self._in_thread.flush)
-        self._report(on_answer)
+        report()
 
-    def _next_bundle(
-        self, source: Iterator[tuple[PartitionId, Chunk]]
-    ) -> list[tuple[PartitionId, Chunk]]:
-        """As many batches as fill a bundle; fewer, or none, at the end of the source."""
-        bundle: list[tuple[PartitionId, Chunk]] = []
-        rows = nbytes = 0
-        while rows < BUNDLE_MUTATIONS and nbytes < BUNDLE_BYTES:
-            batch = next(source, None)
-            if batch is None:
-                break
-            bundle.append(batch)
-            rows += batch[1].count
-            nbytes += batch[1].nbytes
-        self._unanswered_bytes += nbytes + BATCH_OVERHEAD_BYTES * len(bundle)
-        return bundle
 
-    def _report(self, on_answer: Callable[[Batch], None]) -> None:
-        """Tells the caller of the batches that are answered."""
-        batches = self._in_thread.answered_batches
-        while batches:
-            batch = batches.popleft()
-            self._unanswered_bytes -= batch.nbytes
-            on_answer(batch)
+def _next_bundle(
+    source: Iterator[tuple[PartitionId, Chunk]],
+) -> list[tuple[PartitionId, Chunk]]:
+    """As many batches as fill a bundle; fewer, or none, at the end of the source."""
+    bundle: list[tuple[PartitionId, Chunk]] = []
+    rows = nbytes = 0
+    while rows < BUNDLE_MUTATIONS and nbytes < BUNDLE_BYTES:
+        batch = next(source, None)
+        if batch is None:
+            break
+        bundle.append(batch)
+        rows += batch[1].count
+        nbytes += batch[1].nbytes
+    return bundle
