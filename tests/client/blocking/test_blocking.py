@@ -41,6 +41,7 @@ from upr_protocol.client import (
     RefusedKeysError,
     ResumeState,
     RolledBack,
+    SaveLimits,
     SnapshotEnd,
     StreamEnded,
     WriteResult,
@@ -1042,3 +1043,33 @@ def test_a_forked_process_makes_its_own_consumer(fake: ThreadedFake) -> None:
         for event in following:
             if isinstance(event, BarrierReached):
                 break
+
+
+@pytest.mark.filterwarnings("ignore:.*multi-threaded:DeprecationWarning")
+def test_a_forked_process_leaves_the_resume_file_to_its_parent(
+    fake: ThreadedFake, tmp_path: Path
+) -> None:
+    """Leaving the context there, as `sys.exit` does, must not put back an older position."""
+    path = tmp_path / "resume.json"
+    saved_bytes = b""
+
+    def leave() -> None:
+        following.close()
+        for use in (following.next_event, following.save):
+            with pytest.raises(ClosedError):
+                use()
+        assert path.read_bytes() == saved_bytes
+
+    fill(fake, 10)
+    with consumer(fake, resume=path, save_limits=SaveLimits(1e9, 1e9)) as following:
+        for event in following:
+            if isinstance(event, SnapshotEnd):
+                break
+        following.save()
+        saved_bytes = path.read_bytes()
+        following.barrier(b"end")
+        for event in following:
+            if isinstance(event, BarrierReached):
+                break
+        in_forked_process(leave)
+    assert path.read_bytes() != saved_bytes

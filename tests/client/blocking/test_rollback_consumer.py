@@ -11,6 +11,7 @@ import pytest
 import trio
 
 from tests.kit.consuming import fill_one_partition
+from tests.kit.forked import in_forked_process
 from tests.kit.mirror import Mirror
 from tests.kit.threaded import ThreadedFake, trio_thread
 from upr_protocol.client import (
@@ -159,3 +160,22 @@ def test_errors_are_raised_in_the_program(fake: ThreadedFake, tmp_path: Path) ->
     keys.write_bytes(data)
     with pytest.raises(DamagedFileError, match="damaged at byte 0"), consumer(fake, tmp_path):
         pass
+
+
+@pytest.mark.filterwarnings("ignore:.*multi-threaded:DeprecationWarning")
+def test_a_forked_process_leaves_the_files_to_its_parent(
+    fake: ThreadedFake, tmp_path: Path
+) -> None:
+    def leave() -> None:
+        with pytest.raises(ClosedError, match="forked"):
+            stream.flush_received_keys()
+        stream.close()
+        assert path.read_bytes() == saved_bytes
+
+    path = tmp_path / "received-keys"
+    with consumer(fake, tmp_path, buffer_received_keys=True) as stream:
+        saved_bytes = path.read_bytes()
+        while not isinstance(next(stream), ChunkReceived):
+            pass
+        in_forked_process(leave)
+        until(stream, b"end")

@@ -128,7 +128,8 @@ class BlockingConsumer:
         self.close()
 
     def close(self) -> None:
-        """Saves what was processed and closes the connections. Closing again does nothing.
+        """Saves what was processed and closes the connections. Closing again does nothing. A forked
+        process leaves both to its parent.
 
         Raises:
             OSError: The resume file cannot be written.
@@ -136,6 +137,8 @@ class BlockingConsumer:
         if self._is_closed:
             return
         self._is_closed = True
+        if self._thread is not None and self._thread.is_of_parent:
+            return
         self._tracker.discard_current()
         try:
             self.save()
@@ -167,6 +170,8 @@ class BlockingConsumer:
     def _check_open(self) -> None:
         if self._is_closed:
             raise ClosedError("the consumer was closed")
+        if self._thread is not None:
+            self._thread.check_process()
 
     # Events.
 
@@ -276,7 +281,10 @@ class BlockingConsumer:
 
         Raises:
             OSError: The resume file cannot be written.
+            ClosedError: The consumer is that of the parent process, as its file is.
         """
+        if self._thread is not None:
+            self._thread.check_process()
         tracker = self._tracker
         tracker.finish_current()
         if self._store is not None and tracker.schedule.has_unsaved:

@@ -96,7 +96,8 @@ class BlockingRollbackConsumer:
         self.close()
 
     def close(self) -> None:
-        """Saves what was processed and closes the connections. Closing again does nothing.
+        """Saves what was processed and closes the connections. Closing again does nothing. A forked
+        process leaves both to its parent.
 
         Raises:
             OSError: The resume file cannot be written.
@@ -104,6 +105,8 @@ class BlockingRollbackConsumer:
         if self._thread is None or self._consumer is None:
             return
         self._consumer = None
+        if self._thread.is_of_parent:
+            return
         try:
             self._thread.run(self._end)
         finally:
@@ -165,6 +168,7 @@ class BlockingRollbackConsumer:
     def _require_open(self) -> tuple[TrioThread, RollbackConsumer]:
         if self._thread is None or self._consumer is None:
             raise ClosedError("the consumer is not open: use it in its context")
+        self._thread.check_process()
         return self._thread, self._consumer
 
     # In the thread.

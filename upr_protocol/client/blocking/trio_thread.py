@@ -182,6 +182,19 @@ class TrioThread:
             raise self._runner.end_error()
         return call.result()
 
+    @property
+    def is_of_parent(self) -> bool:
+        """Whether this process was forked since: the thread, and what it uses, are the parent's."""
+        return os.getpid() != self._process_id
+
+    def check_process(self) -> None:
+        """Raises `ClosedError` if the thread belongs to the parent process."""
+        if self.is_of_parent:
+            raise ClosedError(
+                "a forked process does not inherit the connections of its parent's client: "
+                "make a client in this process"
+            )
+
     def run_soon(self, function: Callable[P, object], *args: P.args, **kwargs: P.kwargs) -> None:
         """Has the thread call `function(...)`, which must raise nothing, and does not wait for it.
         Calls are made in their order, before those of a later `run`.
@@ -197,11 +210,7 @@ class TrioThread:
         self._finalizer()
 
     def _enter(self, function: Callable[..., object], *args: object) -> None:
-        if os.getpid() != self._process_id:
-            raise ClosedError(
-                "a forked process does not inherit the connections of its parent's client: "
-                "make a client in this process"
-            )
+        self.check_process()
         if not self._finalizer.alive or self._runner.token is None:
             raise self._runner.end_error()
         try:
