@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from itertools import count
-from typing import Any
+from typing import IO, Any
 
 import pytest
 from click.testing import CliRunner, Result
@@ -31,7 +31,7 @@ def run(monkeypatch: pytest.MonkeyPatch) -> Run:
     """Runs `upr` in this process: `run("get", url, "key", input=..., code=...)`."""
     monkeypatch.delenv("UPR_URL", raising=False)
 
-    def run(*args: str, input: bytes | str | None = None, code: int = 0) -> Result:  # noqa: A002
+    def run(*args: str, input: bytes | str | IO[bytes] | None = None, code: int = 0) -> Result:  # noqa: A002
         result = CliRunner().invoke(main, args, input=input, prog_name="upr")
         assert result.exit_code == code, (result.exit_code, result.stdout, result.stderr)
         assert result.exception is None or isinstance(result.exception, SystemExit)

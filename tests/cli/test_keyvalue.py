@@ -9,11 +9,13 @@ import trio.testing
 from trio.testing import MockClock
 
 from tests.cli.conftest import Run
+from tests.kit.endless import endless_input
 from tests.kit.fake_net import FakeNet
 from tests.kit.fake_server import FakeServer
 from upr_protocol.cli.keyvalue import with_doubt
 from upr_protocol.client import connect
 from upr_protocol.errors import ADVICE, BrokenError, Status
+from upr_protocol.limits import VALUE_BYTES_MAX
 from upr_protocol.wire import Mutate
 
 
@@ -153,6 +155,14 @@ async def test_a_lost_answer_leaves_open_whether_the_change_was_made(
         with pytest.raises(BrokenError) as caught:
             await with_doubt(lambda client: client.increment("n"))(client)
     assert getattr(caught.value, "__notes__", []) == notes
+
+
+def test_an_input_that_does_not_end_is_not_read_into_memory(bucket: str, run: Run) -> None:
+    endless = endless_input(b"", 2 * VALUE_BYTES_MAX)
+    result = run("set", bucket, "k", "-", input=endless, code=2)
+    assert result.stderr == (
+        "upr: standard input has more than 20 MiB, the limit of a value; store less at a key\n"
+    )
 
 
 def test_a_key_that_is_too_long_is_refused(bucket: str, run: Run) -> None:

@@ -13,7 +13,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.kit.endless import endless_input
 from upr_protocol.cli.rows import BadRow, FileError, KeyMaker, Row, read_rows
+from upr_protocol.limits import VALUE_BYTES_MAX
 
 
 def read(data: bytes, form: str, null: tuple[str, ...] = ()) -> list[Row | BadRow]:
@@ -97,6 +99,33 @@ def test_csv_without_a_usable_header_is_refused(data: bytes, sentence: str) -> N
 
 def test_csv_fields_may_be_longer_than_pythons_default_limit() -> None:
     assert values(b"a\n" + b"x" * 200_000 + b"\n", "csv") == [{"a": "x" * 200_000}]
+
+
+# Lines without end.
+
+
+@pytest.mark.parametrize(("form", "first_line"), [("csv", b"a\n"), ("jsonl", b'{"a":1}\n')])
+def test_a_line_that_does_not_end_is_not_read_into_memory(form: str, first_line: bytes) -> None:
+    _, rows = read_rows(endless_input(first_line, 5 * VALUE_BYTES_MAX), form)
+    bad = next(row for row in rows if isinstance(row, BadRow))
+    assert bad.line == 2
+    assert bad.reason.endswith("it has more than 80 MiB, the limit of a line")
+
+
+def test_csv_a_header_that_does_not_end_is_refused() -> None:
+    with pytest.raises(FileError, match="not a CSV header: it has more than 80 MiB"):
+        read_rows(endless_input(b"a", 5 * VALUE_BYTES_MAX), "csv")
+
+
+@pytest.mark.parametrize(("form", "header"), [("csv", b"a\n"), ("jsonl", b"\n")])
+def test_a_line_that_is_too_long_does_not_affect_the_next(
+    form: str, header: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("upr_protocol.cli.rows._LINE_BYTES_MAX", 9)
+    good_line = b"1\n" if form == "csv" else b'{"a":"1"}\n'
+    rows = read(header + good_line + b"x" * 100 + b"\n" + good_line + b"x" * 100, form)
+    assert [row.line for row in rows] == [2, 3, 4, 5]
+    assert [isinstance(row, Row) for row in rows] == [True, False, True, False]
 
 
 # JSON Lines.

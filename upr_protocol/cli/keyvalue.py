@@ -12,7 +12,7 @@ from typing import Any, Final
 import click
 
 from upr_protocol.cli.connection import ask
-from upr_protocol.cli.errors import INCOMPLETE, say
+from upr_protocol.cli.errors import INCOMPLETE, BadInputError, say
 from upr_protocol.cli.escaping import printable
 from upr_protocol.cli.output import print_json, print_line, text_fields, write_output
 from upr_protocol.cli.parameters import (
@@ -25,6 +25,7 @@ from upr_protocol.cli.parameters import (
 )
 from upr_protocol.client import Address, Client, Item, RefusedKeysError, WriteResult
 from upr_protocol.errors import ADVICE, BrokenError, Status
+from upr_protocol.limits import VALUE_BYTES_MAX
 
 _EXPIRY_MAX: Final = 2**32 - 1
 """The last expiry time, in 2106: it has 32 bits."""
@@ -72,11 +73,22 @@ def _expiry(expire_in: int | None) -> int:
 
 
 def _standard_input() -> bytes:
-    """All of it. Raises `OSError`, which names it, if it cannot be read."""
+    """All of it.
+
+    Raises:
+        OSError: It cannot be read; the error names it.
+        BadInputError: It is longer than a value may be.
+    """
     try:
-        return sys.stdin.buffer.read()
+        data = sys.stdin.buffer.read(VALUE_BYTES_MAX + 1)
     except OSError as error:
         raise OSError(error.errno, error.strerror, "standard input") from error
+    if len(data) > VALUE_BYTES_MAX:
+        raise BadInputError(
+            f"standard input has more than {VALUE_BYTES_MAX >> 20} MiB, the limit of a value; "
+            "store less at a key"
+        )
+    return data
 
 
 Write = Callable[[Client], Awaitable[WriteResult]]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import datetime as dt
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from itertools import chain
 from typing import IO, Any, Final
 
@@ -21,6 +22,9 @@ FORMATS: Final[Mapping[str, str]] = {
     ".parquet": "parquet",
 }
 """Formats by file name extension."""
+
+_LINE_BYTES_MAX: Final = 4 * VALUE_BYTES_MAX
+"""A line is held in memory whole. Quotes, escapes and spaces may make it longer than its value."""
 
 _PARQUET_ROWS: Final = 10_000
 _SURROGATES: Final = "surrogateescape"
@@ -80,24 +84,66 @@ def read_rows(source: IO[bytes], form: str, null: Sequence[str] = ()) -> tuple[l
     return _read_parquet(source, null_texts)
 
 
+class _LongLineError(Exception):
+    """A line is longer than `_LINE_BYTES_MAX`."""
+
+    def __str__(self) -> str:
+        return f"it has more than {_LINE_BYTES_MAX >> 20} MiB, the limit of a line"
+
+
+class _Lines:
+    """The lines of a file. In place of one that is too long it raises `_LongLineError`, and then
+    goes on behind it.
+
+    Attributes:
+        count: How many lines were given or refused.
+    """
+
+    def __init__(self, source: IO[bytes]) -> None:
+        self.count = 0
+        self._read = source.readline
+        self._is_inside_line = False
+
+    def __iter__(self) -> Iterator[bytes]:
+        return self
+
+    def __next__(self) -> bytes:
+        # Not at once: the rest may have no end, and a caller that stops at the error needs none.
+        while self._is_inside_line:
+            self._is_inside_line = _is_cut(self._read(_LINE_BYTES_MAX + 1))
+        line = self._read(_LINE_BYTES_MAX + 1)
+        if not line:
+            raise StopIteration
+        self.count += 1
+        if _is_cut(line):
+            self._is_inside_line = True
+            raise _LongLineError
+        return line
+
+
+def _is_cut(line: bytes) -> bool:
+    return len(line) > _LINE_BYTES_MAX and not line.endswith(b"\n")
+
+
 def _read_csv(source: IO[bytes], null: frozenset[str]) -> tuple[list[str], Rows]:
     csv.field_size_limit(VALUE_BYTES_MAX)
     # Bytes that are not UTF-8 become surrogates, which JSON cannot encode: only the row that holds
     # them is bad.
-    lines = (line.decode("utf-8", _SURROGATES) for line in source)
-    # Before the quotes are read: they may be around the first name.
-    first_line = next(lines, "").removeprefix("\ufeff")
-    reader = csv.reader(chain((first_line,), lines), strict=True)
+    lines = _Lines(source)
+    texts = map(partial(str, encoding="utf-8", errors=_SURROGATES), lines)
     try:
+        # Before the quotes are read: they may be around the first name.
+        first_line = next(texts, "").removeprefix("\ufeff")
+        reader = csv.reader(chain((first_line,), texts), strict=True)
         columns = next(reader, None)
-    except csv.Error as error:
+    except (csv.Error, _LongLineError) as error:
         raise FileError(
             f"the first line is not a CSV header: {error}; begin the file with the columns' names"
         ) from error
     if not columns:
         raise FileError("the file is empty: a CSV file begins with a line of column names")
     _check_names_differ(columns)
-    return columns, _csv_rows(reader, columns, null)
+    return columns, _csv_rows(reader, lines, columns, null)
 
 
 def _check_names_differ(columns: Sequence[str]) -> None:
@@ -113,15 +159,15 @@ def _check_names_differ(columns: Sequence[str]) -> None:
         names.add(column)
 
 
-def _csv_rows(reader: Any, columns: list[str], null: frozenset[str]) -> Rows:
+def _csv_rows(reader: Any, lines: _Lines, columns: list[str], null: frozenset[str]) -> Rows:
     count = len(columns)
     while True:
-        line = reader.line_num + 1
+        line = lines.count + 1
         try:
             values = next(reader)
         except StopIteration:
             return
-        except csv.Error as error:
+        except (csv.Error, _LongLineError) as error:
             yield BadRow(line, f"not CSV: {error}")
             continue
         if not values:
@@ -137,8 +183,16 @@ def _csv_rows(reader: Any, columns: list[str], null: frozenset[str]) -> Rows:
 
 def _read_json_lines(source: IO[bytes], null: frozenset[str]) -> Rows:
     decode = msgspec.json.Decoder().decode
-    for line, data in enumerate(source, 1):
-        text = data.strip()
+    lines = _Lines(source)
+    while True:
+        try:
+            text = next(lines).strip()
+        except StopIteration:
+            return
+        except _LongLineError as error:
+            yield BadRow(lines.count, str(error))
+            continue
+        line = lines.count
         if not text:
             continue
         try:
