@@ -49,6 +49,7 @@ class Consumer {
       const reply = await connection.stream(partition, position, this.endSeqs.get(partition))
       if (reply.status === OK) return
       if (reply.status !== ROLLBACK) throw Object.assign(new Error(`partition ${partition}: status ${reply.status}: ${reply.reason}`), { status: reply.status })
+      if (reply.seq >= position.highest_received) throw new wire.ProtocolError('MALFORMED', `partition ${partition}: a rollback from ${position.highest_received} to ${reply.seq}`)
       this.rolledBack(partition, this.copy.rollBack(partition, reply.seq))
     }
   }
@@ -66,6 +67,7 @@ class Consumer {
     const stream = this.streams.get(partition)
     const check = (isRight, sentence) => { if (!isRight) throw new wire.ProtocolError('MALFORMED', `partition ${partition}: ${sentence}`) }
     if (name === 'StreamReply' && message.status === OK) {
+      check(message.seq === position.highest_received, `the stream goes on at ${message.seq}, not at ${position.highest_received}`)
       if (position.highest_received === position.partial_end) Object.assign(position, { last_complete: position.highest_received, ...NO_PARTIAL })
       position.log = message.log
       this.streams.set(partition, { at: message.seq, end: 0n, history: 0n })

@@ -103,6 +103,14 @@ class StreamRecord:
             # The client has received nothing of an unfinished snapshot, and was spared nothing.
             self.end = self.seq
 
+    def _refuse(self, message: StreamReply) -> None:
+        # A client that went "back" to a higher number would miss what lies between.
+        if message.status == Status.ROLLBACK and message.seq >= self.seq > 0:
+            raise ProtocolError(
+                f"the client is to roll back partition {self.partition} to {message.seq}, but it "
+                f"has received only what is up to {self.seq}"
+            )
+
     def _start(self, message: PartitionStart) -> None:
         if message.start != self.seq or message.end < self.end:
             raise ProtocolError(
@@ -145,6 +153,7 @@ class StreamRecord:
 
     _HANDLERS: ClassVar[Mapping[StreamInput, Callable[[StreamRecord, Any], None]]] = {
         StreamInput.ACCEPT: _accept,
+        StreamInput.REFUSE: _refuse,
         StreamInput.START: _start,
         StreamInput.CHUNK: _chunk,
         StreamInput.WHOLE: _whole,

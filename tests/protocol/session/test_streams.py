@@ -531,6 +531,21 @@ def test_a_refused_stream_leaves_no_trace() -> None:
         assert (portrait(pair.client), portrait(pair.server)) == before
 
 
+@pytest.mark.parametrize(("ceiling", "is_refused"), [(9, False), (10, True), (11, True)])
+def test_a_rollback_goes_below_what_the_client_has(ceiling: int, is_refused: bool) -> None:
+    """A client that undid nothing, and went on from there, would miss what lies between."""
+    pair = Pair.in_state(SessionState.OPEN)
+    pair.client_says(stream(3, 9, _position(10, 10)))
+    reply = stream_reply(3, 9, ceiling, Status.ROLLBACK)
+    if is_refused:
+        with pytest.raises(LocalProtocolError):
+            pair.server.send(reply)
+        pair.client.receive(encoded(reply), 0.0)
+        assert "roll back" in assert_refused(pair.client, Status.MALFORMED)
+    else:
+        pair.server_says(reply)
+
+
 def test_a_stream_is_refused_by_a_stream_reply_and_not_by_a_refusal() -> None:
     pair = Pair.in_state(SessionState.OPEN)
     pair.client_says(stream(3, 9))
