@@ -297,6 +297,13 @@ MOMENT = dt.datetime(2024, 1, 31, 12, 0, 0, 5, dt.UTC)
         ([["\x1f"]], pa.list_(pa.string()), [b'["\\u001f"]']),
         ([[(dt.date(2024, 1, 31), 1)]], pa.map_(pa.date32(), pa.int8()), [b'{"2024-01-31":1}']),
         ([dt.date(9999, 12, 31)], pa.date32(), [b"9999-12-31"]),
+        # Years of more than 16 bits, of which Arrow's own texts are wrong.
+        ([11248737, 11248738, None], pa.date32(), [b"32767-12-31", b"32768-01-01", None]),
+        ([-12687428, -12687429], pa.date32(), [b"-32767-01-01", b"-32768-12-31"]),
+        ([-719529, 2**31 - 1], pa.date32(), [b"-0001-12-31", b"5881580-07-11"]),
+        ([2**63 - 1], pa.timestamp("us"), [b"294247-01-10T04:00:54.775807"]),
+        ([-(2**63), None], UTC_TIME, [b"-290308-12-21T19:59:05.224192Z", None]),
+        ([2**63 - 1], pa.timestamp("us", "Asia/Tokyo"), [b"294247-01-10T04:00:54.775807Z"]),
     ],
 )
 def test_the_text_of_each_type(
@@ -349,6 +356,20 @@ def test_json_of_columns_equals_json_row_by_row(data: st.DataObject) -> None:
     column = pa.array(rows, kind).slice(first)
     parsed = [json.loads(text) for text in json_objects([column], ["c"]).to_pylist()]
     assert parsed == [json.loads(text) for text in expected[first:]]
+
+
+def test_a_string_that_is_not_utf_8_is_legible_in_json() -> None:
+    """Spark takes any bytes for a string (`CAST(X'FF' AS STRING)`). As a key or value of its own it
+    stays as it is; `to_json` puts a replacement character for each byte that is wrong."""
+    column = pa.array([b'\xffA"', b"\xe2\x82\x82\xf0", None, b"plain"]).view(pa.string())
+    assert column_texts(column).to_pylist()[0] == b'\xffA"'
+    values = json_objects([column], ["a"]).to_pylist()
+    assert values == [
+        '{"a":"\ufffdA\\""}'.encode(),
+        '{"a":"\u2082\ufffd"}'.encode(),
+        b'{"a":null}',
+        b'{"a":"plain"}',
+    ]
 
 
 def test_an_object_of_several_columns() -> None:
@@ -486,6 +507,10 @@ def test_rows_with_an_unknown_operation_are_rejected() -> None:
         (Status.BAD_ARGUMENT, b"b"),
         (Status.BAD_ARGUMENT, b"c"),
     ]
+    # Spark takes any bytes for a string.
+    no_text = pa.array([b"\xff", b"Set"]).view(pa.string())
+    good, bad = bad_rows(write_options, what=no_text, key=["a", "b"], value=["1", "2"])
+    assert (good, [row.key for row in bad]) == ([b"b"], [b"a"])
 
 
 def test_counters() -> None:

@@ -189,7 +189,8 @@ def _operations(
     if options.operation is not None:
         return np.full(batch.num_rows, options.operation, np.uint8)
     assert options.operation_column is not None
-    words = pc.utf8_lower(_column(batch, options.operation_column).cast(pa.string()))
+    # A string of Spark's may have any bytes: a function for UTF-8 would fail the task.
+    words = pc.ascii_lower(_column(batch, options.operation_column).cast(pa.string()))
     known_words = pa.array(list(WORDS), pa.string())
     word_index = pc.index_in(words, known_words).fill_null(len(WORDS)).to_numpy()
     problems.add(

@@ -26,7 +26,10 @@ A few texts are others than Spark's. Keys have been written with them, so they s
 - `to_json` escapes control characters in capitals, `\u001F`; here it is `\u001f`.
 - Keys of maps in JSON are the texts of their type. Spark has no text for some, as a date is its
   number of days there.
-- A date after the year 9999 has no plus.
+- A date or timestamp after the year 9999 has no plus.
+
+A string that is not UTF-8 stays as it is. In JSON, U+FFFD stands for what is wrong in it, as in
+that of `to_json`.
 
 All texts are made a column at a time: 17 columns as an object cost some 3 µs a row.
 """
@@ -66,6 +69,13 @@ _STRING: Final = pa.large_string()
 
 _PLACES_MAX: Final = 6
 """A decimal with more places is written with an exponent by Arrow, when it is small."""
+
+_ARROW_DAYS_MIN: Final = -12687428
+_ARROW_DAYS_END: Final = 11248738
+"""The first days of the years -32767 and 32768, in days since 1970. Arrow computes years in 16
+bits: its texts of times before and behind these are of other years, or say `out of range`."""
+
+_DAY_US: Final = 24 * 3600 * 1_000_000
 
 _PLAIN_FLOAT_MIN: Final = 1e-3
 _PLAIN_FLOAT_END: Final = 1e7
@@ -119,11 +129,34 @@ def _strings(column: pa.Array) -> pa.Array:
         return pa.array(decimals, _STRING)
     if pa.types.is_floating(kind):
         return _floats(column)
-    if pa.types.is_timestamp(kind):
-        if kind.tz is not None:
-            column = column.cast(pa.timestamp("us", "UTC"))
-        column = pc.replace_substring(column.cast(pa.string()), " ", "T", max_replacements=1)
+    if pa.types.is_date(kind) or pa.types.is_timestamp(kind):
+        return _times(column)
     return column.cast(_STRING)
+
+
+def _times(column: pa.Array) -> pa.Array:
+    """Dates and timestamps as `2024-01-31`, `2024-01-31T12:00:00.000000` and, with a time zone,
+    `2024-01-31T12:00:00.000000Z`."""
+    is_date = pa.types.is_date(column.type)
+    zone = ""
+    if not is_date and column.type.tz is not None:
+        column, zone = column.cast(pa.timestamp("us", "UTC")), "Z"
+    strings = pc.replace_substring(column.cast(_STRING), " ", "T", max_replacements=1)
+    numbers = column.cast(pa.int32() if is_date else pa.int64())
+    day = 1 if is_date else _DAY_US
+    is_far = pc.or_(
+        pc.less(numbers, _ARROW_DAYS_MIN * day), pc.greater_equal(numbers, _ARROW_DAYS_END * day)
+    ).fill_null(False)
+    if not pc.any(is_far).as_py():
+        return strings
+    far_numbers = numbers.filter(is_far).to_pylist()
+    if is_date:
+        texts = [str(np.datetime64(days, "D")) for days in far_numbers]
+    else:
+        # Not all at once: NumPy takes the lowest number of microseconds for no time.
+        moments = [divmod(microseconds, 1_000_000) for microseconds in far_numbers]
+        texts = [f"{np.datetime64(seconds, 's')}.{us:06d}{zone}" for seconds, us in moments]
+    return pc.replace_with_mask(strings, is_far, pa.array(texts, _STRING))
 
 
 def _floats(column: pa.Array) -> pa.Array:
@@ -208,11 +241,22 @@ def _strings_of_any(column: pa.Array) -> pa.Array:
 
 
 def _quoted(strings: pa.Array) -> pa.Array:
+    strings = _utf_8(strings)
     if pc.any(pc.match_substring_regex(strings, _TO_ESCAPE)).as_py():
         for character, escape in _ESCAPES.items():
             if pc.any(pc.match_substring(strings, character)).as_py():
                 strings = pc.replace_substring(strings, character, escape)
     return _joined('"', strings, '"')
+
+
+def _utf_8(strings: pa.Array) -> pa.Array:
+    """Strings, with U+FFFD in place of what is not UTF-8."""
+    data = strings.cast(TEXT)
+    try:
+        return data.cast(_STRING)
+    except pa.ArrowInvalid:
+        texts = [text and text.decode(errors="replace") for text in data.to_pylist()]
+        return pa.array(texts, _STRING)
 
 
 def _object(columns: Sequence[pa.Array], names: Sequence[str]) -> pa.Array:
