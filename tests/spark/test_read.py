@@ -15,7 +15,7 @@ import trio
 from pyspark import InheritableThread
 from pyspark.errors import AnalysisException, PySparkException
 from pyspark.sql import DataFrame, Row, SparkSession
-from pyspark.sql.types import DataType, IntegerType, StringType, StructField, StructType
+from pyspark.sql.types import ArrayType, DataType, IntegerType, StringType, StructField, StructType
 
 from tests.kit.effort import effort
 from tests.spark.server import BlockingServer
@@ -501,6 +501,25 @@ def test_a_schema_without_columns_is_refused() -> None:
     """Arrow counts no rows without columns: `count()` of such a read was 0."""
     with pytest.raises(OptionError, match="the schema names no column"):
         check_schema(StructType([]))
+
+
+def test_columns_and_fields_of_one_name_are_refused() -> None:
+    """Arrow would take both for one, and Spark's JVM end with an error of its own."""
+    text = StructField("a", StringType())
+    twice = StructType([text, text])
+    for schema, sentence in (
+        ([StructField("key", StringType())] * 2, "the schema names the column key several times"),
+        ([StructField("value", twice)], "the column value has several fields a"),
+        (
+            [StructField("value", StructType([StructField("b", ArrayType(twice))]))],
+            "the column value has several fields a",
+        ),
+    ):
+        with pytest.raises(OptionError, match=sentence):
+            check_schema(StructType(schema))
+    # Names of another case are others.
+    other_case = StructField("A", StringType())
+    check_schema(StructType([StructField("value", StructType([text, other_case]))]))
 
 
 def test_wrong_reads_fail_with_their_code(

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Final
 
 from pyspark.sql.types import (
+    ArrayType,
     BinaryType,
     BooleanType,
     DataType,
@@ -173,6 +174,10 @@ def check_schema(
     if not schema.fields:
         # Arrow counts no rows without columns: a read would have none.
         raise OptionError(f"the schema names no column. There are {', '.join(columns)}")
+    names = schema.fieldNames()
+    for name in names:
+        if names.count(name) > 1:
+            raise OptionError(f"the schema names the column {name} several times")
     kinds = {field.name: field.dataType for field in schema}
     if UNPARSED in kinds:
         if not isinstance(kinds.get("value"), StructType):
@@ -192,8 +197,24 @@ def check_schema(
                     "values are not parsed into: ask for that field as string, or for the value as "
                     "string and use from_json"
                 )
+            _check_field_names(field.dataType)
         elif field.dataType not in allowed_types:
-            names = " or ".join(allowed_kind.simpleString() for allowed_kind in allowed_types)
+            kind_names = " or ".join(kind.simpleString() for kind in allowed_types)
             raise OptionError(
-                f"the column {field.name} is {names}, and not {field.dataType.simpleString()}"
+                f"the column {field.name} is {kind_names}, and not {field.dataType.simpleString()}"
             )
+
+
+def _check_field_names(kind: DataType) -> None:
+    """Makes sure that no struct of the values has two fields of one name: Arrow would send Spark
+    one of them. Raises `OptionError`."""
+    if isinstance(kind, ArrayType):
+        _check_field_names(kind.elementType)
+    elif isinstance(kind, StructType):
+        names = kind.fieldNames()
+        for field in kind:
+            if names.count(field.name) > 1:
+                raise OptionError(
+                    f"the column value has several fields {field.name}: an object has a field once"
+                )
+            _check_field_names(field.dataType)
