@@ -252,6 +252,14 @@ def test_a_checkpoint_of_one_bucket_is_refused() -> None:
         reader.latestOffset({"version": 2, "bucket": "a", "partitions": {}}, ReadAllAvailable())
 
 
+def test_a_checkpoint_of_another_data_source_is_refused() -> None:
+    reader = Buckets(a=1).reader(buckets="a")
+    foreign: list[Any] = [5, {"logOffset": 0}, {"topic": {"0": 1}}, {"buckets": {"a": 5}}]
+    for offset in foreign:
+        with pytest.raises(PipelineError, match=r"UPR_OFFSET.*another data source"):
+            reader.latestOffset(offset, ReadAllAvailable())
+
+
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [

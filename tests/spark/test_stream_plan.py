@@ -653,6 +653,8 @@ def test_a_foreign_offset_is_refused() -> None:
         ({**good, "version": 3}, "version 3"),
         ({}, "an offset of another data source"),
         ({"0": 5}, "an offset of another data source"),
+        # Spark's own source `rate` has numbers.
+        (5, "an offset of another data source"),
         ({"buckets": {"b": good}}, "a stream of several buckets, and not of one"),
         (
             {**good, "partitions": {"0": {"seq": -1, "log": [], "snapshot": [0, 0]}}},

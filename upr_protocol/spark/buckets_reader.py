@@ -247,13 +247,14 @@ def _document(offsets: Mapping[str, Json]) -> Json:
     return {BUCKETS: {name: offsets[name] for name in sorted(offsets)}}
 
 
-def _offsets(document: Mapping[str, Any]) -> dict[str, Json]:
+def _offsets(document: object) -> dict[str, Json]:
     """The offset of each bucket."""
-    offsets = document.get(BUCKETS)
-    if not isinstance(offsets, dict):
-        raise PipelineError(
-            "UPR_OFFSET",
-            "the checkpoint is of a stream of one bucket, and not of several: name that bucket in "
-            "the option url, or begin with a new checkpoint",
-        )
-    return offsets
+    offsets = document.get(BUCKETS) if isinstance(document, dict) else None
+    if isinstance(offsets, dict):
+        return offsets
+    StreamOffset.of_json(document)  # which refuses that of another data source
+    raise PipelineError(
+        "UPR_OFFSET",
+        "the checkpoint is of a stream of one bucket, and not of several: name that bucket in the "
+        "option url, or begin with a new checkpoint",
+    )

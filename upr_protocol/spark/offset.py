@@ -169,12 +169,15 @@ class StreamOffset:
         return document
 
     @classmethod
-    def of_json(cls, document: Mapping[str, Any]) -> Self:
+    def of_json(cls, document: object) -> Self:
         """The reverse of `to_json`.
 
         Raises:
             PipelineError: It is not an offset of this data source, or one of several buckets.
         """
+        if not isinstance(document, Mapping):
+            # As that of Spark's source `rate`.
+            raise foreign_offset_error(f"{document!r} is not an object")
         if BUCKETS in document:
             raise PipelineError(
                 "UPR_OFFSET",
@@ -201,11 +204,20 @@ class StreamOffset:
                 None if keys is None else str(keys),
             )
         except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
-            raise PipelineError(
-                "UPR_OFFSET",
-                f"the checkpoint holds an offset of another data source ({error!r}). "
-                "Begin with a new checkpoint",
-            ) from error
+            raise foreign_offset_error(repr(error)) from error
+
+
+def foreign_offset_error(reason: str) -> PipelineError:
+    """The error of a checkpoint whose offset is not one of this data source.
+
+    Args:
+        reason: How that shows.
+    """
+    return PipelineError(
+        "UPR_OFFSET",
+        f"the checkpoint holds an offset of another data source ({reason}). Begin with a new "
+        "checkpoint",
+    )
 
 
 def _partitions_to_json(partitions: Mapping[PartitionId, PartitionOffset]) -> dict[str, str]:
