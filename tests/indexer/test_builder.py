@@ -68,11 +68,13 @@ class OtherStream:
     """The running indexes' stream, which is where the test says.
 
     Attributes:
+        partition_count: Always 1.
         is_rolling_back: Always false.
         listeners: Those that hear of its batches.
         position: How far it is: at first in some history of its own.
     """
 
+    partition_count = 1
     is_rolling_back = False
 
     def __init__(self) -> None:

@@ -77,7 +77,7 @@ async def test_a_start_while_design_documents_are_read_again_keeps_their_indexes
         # As a rollback to 0 leaves it, until the stream has brought the document again.
         catalog = DesignCatalog(IndexFile(tmp_path / "slice-0-of-1" / "catalog", BUCKET))
         partition = partition_of(design_key("x"), 4)
-        batch = IndexBatch(partition, NO_MARK, clears_partition=True)
+        batch = IndexBatch(partition, NO_MARK, clears_one_of=4)
         assert catalog.file.apply_changes(RoundChanges([batch]), catalog)
         catalog.file.close()
         with structlog.testing.capture_logs() as logs:

@@ -146,7 +146,7 @@ def test_an_index_file_holds_what_a_dict_would(
             file = IndexFile(path, "b")
             continue
         if kind == "forget":
-            batches.append(IndexBatch(PartitionId(partition), Mark(), clears_partition=True))
+            batches.append(IndexBatch(PartitionId(partition), Mark(), clears_one_of=3))
             model = {key: value for key, value in model.items() if key[0] != partition}
             reached[partition] = 0
             continue
@@ -320,7 +320,7 @@ def test_entries_and_marks_are_one_commit(file: IndexFile) -> None:
     before = last_commit(file.path)
     file = IndexFile(file.path, "b")
     rollback = IndexBatch(PartitionId(0), whole(4), rollback_documents={b"k": b"kept"})
-    cleared = IndexBatch(PartitionId(1), Mark(), clears_partition=True)
+    cleared = IndexBatch(PartitionId(1), Mark(), clears_one_of=3)
     apply(file, rollback, cleared, batch(0, part(4, 5, 6), [(5, b"l", b"new")]))
     file.close()
     # The opening is one, too.

@@ -310,7 +310,7 @@ def test_an_index_follows_its_documents(
             # The same documents again change nothing.
             again = IndexBatch(PartitionId(0), whole(seq), rollback_documents=contents)
             assert index.file.apply_changes(RoundChanges([again]), source) == 0
-        cleared = IndexBatch(PartitionId(0), whole(0), clears_partition=True)
+        cleared = IndexBatch(PartitionId(0), whole(0), clears_one_of=1)
         index.file.apply_changes(RoundChanges([cleared]), source)
         index.file.check_invariants()
         assert index.file.entry_count() == 0

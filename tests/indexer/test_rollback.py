@@ -33,6 +33,7 @@ from upr_protocol.client.operator import fail_over
 from upr_protocol.client.rollback.received_keys_file import ReceivedKeysFile
 from upr_protocol.hashing import partition_of
 from upr_protocol.ids import SEQ_MAX, Durability, PartitionId, SeqNo
+from upr_protocol.partition_map import Assignment
 from upr_server.indexer.document_rows import RoundChanges
 from upr_server.indexer.freshness import WriteLostError
 from upr_server.indexer.index_file import EntrySource, IndexFile
@@ -181,6 +182,37 @@ async def test_partitions_that_a_new_bucket_of_the_name_has_not_are_cleared(
             await eventually(lambda: all(part.definitions.is_open for part in parts), "it runs")
             assert await scan(indexer, "x/i") == [([1], "new")]
             await eventually(lambda: len(indexer.designs.names()) == 1, "the other is dropped")
+
+
+async def test_an_entry_stays_when_the_partition_before_is_cleared(tmp_path: Path) -> None:
+    """In a new bucket of the name a document may be in another partition. What is removed with its
+    old partition must not be what has come of the new one."""
+    keys = [f"k{number}" for number in range(40)]
+    async with (
+        a_server(partitions=2) as server,
+        connect(server.url(BUCKET)) as client,
+        an_indexer(server.url(BUCKET), tmp_path) as indexer,
+    ):
+        await define(client, "x", {"i": BY_A})
+        await until_ready(indexer, "x/i")
+        for key in keys:
+            await client.set(key, '{"a": 1}')
+        assert await scan(indexer, "x/i") == [([1], key) for key in sorted(keys)]
+    async with running_servers("ab", partitions=4) as group:
+        base = group.map("a")
+        actives = {partition: Assignment("b" if partition < 2 else "a") for partition in range(4)}
+        for name in "ab":
+            await group.set_map(name, base.revision + 1, actives, base)
+        async with connect(group.address("a")) as client:
+            await define(client, "x", {"i": BY_A})
+            for key in keys:
+                await client.set(key, '{"a": 1}')
+        await group.stop("b")
+        async with an_indexer(str(group.address("a")), tmp_path) as indexer:
+            # What a has comes first, as b is away.
+            await eventually(lambda: {2, 3} <= indexer.slices[0].stream.marks.keys(), "a is read")
+            await group.start("b")
+            assert await scan(indexer, "x/i") == [([1], key) for key in sorted(keys)]
 
 
 async def test_a_partition_that_begins_again_drops_no_index(tmp_path: Path) -> None:

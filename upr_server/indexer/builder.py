@@ -255,7 +255,9 @@ class IndexBuilder:
 
     def _begin_again(self, partition: PartitionId) -> None:
         self._assembler.drop_partition(partition)
-        self._assembler.put_batch(IndexBatch(partition, NO_MARK, clears_partition=True))
+        self._assembler.put_batch(
+            IndexBatch(partition, NO_MARK, clears_one_of=self._stream.partition_count)
+        )
 
     # Joining.
 

@@ -41,7 +41,8 @@ class IndexBatch:
         chunks: The mutations.
         rollback_documents: What a rollback puts in place of what the server has lost, by document
             key; None when the batch is not a rollback.
-        clears_partition: Whether all entries of the partition are removed first.
+        clears_one_of: If not 0, all entries of the partition are removed first; the bucket has so
+            many partitions.
         nbytes: What it has reserved of the pool.
     """
 
@@ -49,8 +50,13 @@ class IndexBatch:
     mark: Mark
     chunks: Sequence[Chunk] = ()
     rollback_documents: Mapping[bytes, bytes | None] | None = None
-    clears_partition: bool = False
+    clears_one_of: int = 0
     nbytes: int = 0
+
+    @property
+    def clears_partition(self) -> bool:
+        """Whether all entries of the partition are removed first."""
+        return self.clears_one_of > 0
 
     @property
     def is_rollback(self) -> bool:

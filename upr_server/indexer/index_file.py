@@ -30,6 +30,7 @@ import lmdb
 from upr_protocol.durable_files import FULL_DISK_ERRORS
 from upr_protocol.errors import UprError
 from upr_protocol.failover import Position
+from upr_protocol.hashing import partition_of
 from upr_protocol.ids import HistoryId, PartitionId, SeqNo
 from upr_server.indexer.document_rows import (
     DocumentRows,
@@ -650,7 +651,7 @@ def _write_in_part(trees: _Trees, batches: Sequence[tuple[IndexBatch, int]]) -> 
     for batch, first_seq in batches:
         if batch.clears_partition:
             changed += trees.write(newest.take())
-            changed += trees.remove_partition(back_prefix(batch.partition))
+            changed += trees.remove_partition(batch.partition, batch.clears_one_of)
         newest.add(batch, first_seq)
     return changed + trees.write(newest.take())
 
@@ -730,13 +731,25 @@ class _Trees:
         difference.added_entries += added_entries
         difference.changed += bool(added_entries) or new_packed != old_packed
 
-    def remove_partition(self, prefix: bytes) -> int:
-        """Removes all entries of a partition. O(its entries)."""
+    def remove_partition(self, partition: PartitionId, partition_count: int) -> int:
+        """Removes all entries of a partition. O(its entries).
+
+        In a new bucket of the name, with another number of partitions, a document may be in another
+        one, and may have come of that already. The entries that it has there stay.
+        """
+        prefix = back_prefix(partition)
         count = 0
         with self._transaction.cursor(self._back) as cursor:
             has_key = cursor.set_range(prefix)
             while has_key and cursor.key().startswith(prefix):
-                for entry in _unpack_entries(cursor.value()):
+                key = cursor.key()[_PARTITION.size :]
+                present_partition = partition_of(key, partition_count)
+                kept_entries: Sequence[bytes] = ()
+                if present_partition != partition:
+                    present_key = back_prefix(present_partition) + key
+                    packed = self._transaction.get(present_key, b"", db=self._back)
+                    kept_entries = _unpack_entries(packed)
+                for entry in set(_unpack_entries(cursor.value())).difference(kept_entries):
                     self._transaction.delete(entry, db=self._main)
                 count += 1
                 # A deletion moves the cursor to the next key.

@@ -140,6 +140,7 @@ class IndexerStream:
 
     Attributes:
         marks: By partition, how far it is after the batch that was put last.
+        partition_count: How many partitions the bucket has; 0 before that is known.
         is_rolling_back: Whether a rollback is under way.
         rollbacks: How many partitions were rolled back.
         listeners: Called with each batch that is put.
@@ -161,6 +162,7 @@ class IndexerStream:
         self._received_keys_limits = received_keys_limits
         self._slice_id = slice_id
         self._partitions: list[PartitionId] | None = None
+        self.partition_count = 0
         self._assembler = BatchAssembler(pool, self._put, batch_bytes(pool))
         self._store = _IndexedState(address.bucket, pipeline, self._assembler)
         self._consumer: RollbackConsumer | None = None
@@ -219,10 +221,13 @@ class IndexerStream:
     async def _follow(self) -> None:
         if self._partitions is None:
             async with connect(self._address, identity="upr-indexer") as client:
+                self.partition_count = client.partition_count
                 self._partitions = self._slice_id.partitions(client.partition_count)
             self._changed.notify()
         for partition in superfluous_partitions(self._pipeline.members, self._partitions):
-            self._assembler.put_batch(IndexBatch(partition, NO_MARK, clears_partition=True))
+            self._assembler.put_batch(
+                IndexBatch(partition, NO_MARK, clears_one_of=self.partition_count)
+            )
         if not self._partitions:
             # There are more slices than partitions.
             await trio.sleep_forever()
@@ -323,7 +328,7 @@ class IndexerStream:
                     partition,
                     Mark(position, event.consistent_from),
                     rollback_documents=documents,
-                    clears_partition=not event.to,
+                    clears_one_of=0 if event.to else self.partition_count,
                     nbytes=nbytes,
                 )
             )
