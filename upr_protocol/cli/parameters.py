@@ -15,7 +15,7 @@ from upr_protocol.cli.security_options import SecurityCommand, security_of
 from upr_protocol.client import Address, AddressError
 from upr_protocol.ids import DURABILITIES, REPLICATED_DURABILITIES, Durability
 from upr_protocol.partition_numbers import parse_partition_numbers
-from upr_protocol.timestamps import parse_timestamp
+from upr_protocol.timestamps import parse_timestamp, to_nanoseconds
 
 # The URL.
 
@@ -131,12 +131,14 @@ def parse_past_time(text: str) -> datetime:
     `7d`."""
     age = _AGE.fullmatch(text.strip())
     try:
-        if age is not None:
-            return datetime.now(UTC) - timedelta(seconds=int(age[1]) * _SECONDS[age[2]])
-        return parse_timestamp(text.strip())
+        if age is None:
+            return parse_timestamp(text.strip())
+        time = datetime.now(UTC) - timedelta(seconds=int(age[1]) * _SECONDS[age[2]])
+        to_nanoseconds(time)
+        return time
     except (OverflowError, ValueError):
         raise click.BadParameter(
-            f"{text!r} is not a time; write it as in 2026-01-31T12:00:00Z, or so long ago as in "
+            f"{text!r} is not a time from 1970 to 2554; write it as in 2026-01-31T12:00:00Z, or so long ago as in "
             "30s, 10m, 2h or 7d"
         ) from None
 
