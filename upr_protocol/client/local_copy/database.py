@@ -19,6 +19,9 @@ FILE_NAME: Final = "map.sqlite"
 
 _VERSION: Final = 1
 
+_DAMAGE: Final = (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
+"""Kinds of errors that the next process meets as well."""
+
 _DISK_FAILURES: Final = (sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR, sqlite3.SQLITE_READONLY)
 """Kinds of errors that say nothing about what is in the file."""
 
@@ -52,7 +55,7 @@ ItemRow = tuple[int, bytes, bytes | None, int, bytes, bytes, int, int]
 
 
 class LocalCopyError(UprError, ValueError):
-    """The directory does not hold a local copy, or another process is using it."""
+    """The directory does not hold a local copy, it is damaged, or another process is using it."""
 
 
 class LocalCopyWriteError(UprError, sqlite3.Error):
@@ -76,19 +79,31 @@ def translated_errors(directory: Path) -> Iterator[None]:
     try:
         yield
     except sqlite3.DatabaseError as error:
-        if getattr(error, "sqlite_errorcode", 0) & 0xFF in _DISK_FAILURES:
-            raise write_error(directory, error) from error
-        raise LocalCopyError(
-            f"{directory} does not hold a readable local copy: {error}; name another directory"
-        ) from error
+        if _kind(error) in _DISK_FAILURES:
+            raise use_error(directory, error) from error
+        raise _unreadable_error(directory, error) from error
 
 
-def write_error(directory: Path, error: sqlite3.Error) -> LocalCopyWriteError:
-    """The error for a disk that is full, or fails."""
+def use_error(directory: Path, error: sqlite3.Error) -> LocalCopyError | LocalCopyWriteError:
+    """The error for what SQLite says of a file that is open: it is damaged; or the disk is full, or
+    fails."""
+    if _kind(error) in _DAMAGE:
+        return _unreadable_error(directory, error)
     return LocalCopyWriteError(
         f"{directory}: {error}; check that the disk has room and is writable, then start again: "
         "the copy continues from the last commit"
     )
+
+
+def _unreadable_error(directory: Path, error: Exception) -> LocalCopyError:
+    return LocalCopyError(
+        f"{directory} does not hold a readable local copy: {error}; name another directory"
+    )
+
+
+def _kind(error: sqlite3.Error) -> int:
+    """SQLite's code without the details in its upper bits; 0 if it did not come from SQLite."""
+    return getattr(error, "sqlite_errorcode", 0) & 0xFF
 
 
 def create_if_missing(database: sqlite3.Connection, bucket: str) -> None:
@@ -124,9 +139,7 @@ def read_resume_state(database: sqlite3.Connection, directory: Path) -> ResumeSt
         try:
             state.positions.update(ResumeState.decode(position).positions)
         except ResumeStateError as error:
-            raise LocalCopyError(
-                f"{directory} does not hold a readable local copy: {error}; name another directory"
-            ) from error
+            raise _unreadable_error(directory, error) from error
     return state
 
 

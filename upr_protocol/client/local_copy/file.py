@@ -32,7 +32,7 @@ from upr_protocol.client.local_copy.database import (
     read_resume_state,
     translated_errors,
     uint64_blob,
-    write_error,
+    use_error,
 )
 from upr_protocol.client.rollback.planner import RollbackPlan
 from upr_protocol.client.rollback.received_keys import ForeignKeys
@@ -132,7 +132,8 @@ class LocalCopyFile:
         """Runs a function of the database in a thread.
 
         Raises:
-            LocalCopyWriteError: It failed, or something before it did.
+            LocalCopyError: The file is damaged.
+            LocalCopyWriteError: It failed otherwise, or something before it did.
         """
         return await trio.to_thread.run_sync(self._guard, function, *args, limiter=self._limiter)
 
@@ -150,7 +151,7 @@ class LocalCopyFile:
             return function(*args)
         except sqlite3.Error as error:
             self._fail()
-            raise write_error(self._directory, error) from error
+            raise use_error(self._directory, error) from error
         except BaseException:
             self._fail()
             raise

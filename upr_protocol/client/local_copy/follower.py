@@ -60,6 +60,7 @@ class LocalCopyFollower(RollbackIterator):
         Raises:
             StopAsyncIteration: Every stream has ended for good.
             UprError: See `Consumer.__anext__`.
+            LocalCopyError: The copy is damaged.
             sqlite3.Error: The copy cannot be written. Every later call raises it again. What was
                 committed is there, and a new `keep_local_copy` goes on from it.
         """
