@@ -217,6 +217,28 @@ def test_parquet_a_value_that_python_cannot_hold_does_not_affect_the_next() -> N
     assert last == Row(3, {"n": 3, "day": dt.date(1970, 1, 2)}, b'{"n":3,"day":"1970-01-02"}')
 
 
+def test_parquet_times_in_nanoseconds_become_json() -> None:
+    """Where pandas is installed, they are classes of its own; pandas writes all times like this."""
+    pytest.importorskip("pandas")
+    noon, day = dt.datetime(2013, 1, 2, 12, tzinfo=dt.UTC), dt.timedelta(1)
+    columns: dict[str, object] = {
+        "utc": pa.array([noon], pa.timestamp("ns", "UTC")),
+        "local": pa.array([1_357_128_000_000_000_001], pa.timestamp("ns")),
+        "took": pa.array([day], pa.duration("ns")),
+        "list": pa.array([[noon]], pa.list_(pa.timestamp("ns", "UTC"))),
+    }
+    sink = io.BytesIO()
+    pq.write_table(pa.table(columns), sink)
+    assert values(sink.getvalue(), "parquet") == [
+        {
+            "utc": "2013-01-02T12:00:00Z",
+            "local": "2013-01-02T12:00:00.000000001",
+            "took": "P1DT0H0M0S",
+            "list": ["2013-01-02T12:00:00Z"],
+        }
+    ]
+
+
 def test_parquet_null_texts_become_null() -> None:
     assert values(parquet({"a": ["NA", "b"]}), "parquet", ("NA",)) == [{"a": None}, {"a": "b"}]
 

@@ -138,8 +138,8 @@ def parse_past_time(text: str) -> datetime:
         return time
     except (OverflowError, ValueError):
         raise click.BadParameter(
-            f"{text!r} is not a time from 1970 to 2554; write it as in 2026-01-31T12:00:00Z, or so long ago as in "
-            "30s, 10m, 2h or 7d"
+            f"{text!r} is not a time from 1970 to 2554; write it as in 2026-01-31T12:00:00Z, or so "
+            "long ago as in 30s, 10m, 2h or 7d"
         ) from None
 
 

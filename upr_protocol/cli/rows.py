@@ -7,7 +7,7 @@ import datetime as dt
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from itertools import chain
-from typing import IO, Any, Final
+from typing import IO, Any, Final, cast
 
 import attrs
 import msgspec
@@ -283,7 +283,16 @@ def _row(line: int, fields: Mapping[str, Any]) -> Row | BadRow:
         return BadRow(line, f"JSON cannot hold it: {error}")
 
 
-_encode = msgspec.json.Encoder().encode
+def _text_of_time(value: Any) -> str:
+    """The text of a value that JSON has no type for, if it is one of pandas' times: pyarrow makes
+    them of nanoseconds where pandas is installed. Their zone is written as that of other times."""
+    if isinstance(value, dt.datetime | dt.timedelta):
+        text: str = cast("Any", value).isoformat()
+        return f"{text.removesuffix('+00:00')}Z" if text.endswith("+00:00") else text
+    raise TypeError(f"it has no text for a {type(value).__name__}")
+
+
+_encode = msgspec.json.Encoder(enc_hook=_text_of_time).encode
 
 
 class KeyMaker:

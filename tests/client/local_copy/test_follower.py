@@ -233,6 +233,6 @@ async def test_a_copy_that_is_damaged_inside_says_that_it_must_be_made_anew(
         file.write(b"?" * (path.stat().st_size - file.tell()))
     for index in range(2000):
         server.put(b"%d" % index, b"new")
-    with pytest.raises(LocalCopyError, match="is malformed; name another directory"):  # noqa: PT012
+    with pytest.raises(LocalCopyError, match="is malformed; name another directory"):
         async with keep_local_copy(URL, tmp_path, dial=net.dial) as copy:
             await until_completed(copy)
