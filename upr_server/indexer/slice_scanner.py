@@ -235,13 +235,11 @@ class SliceScanner:
                 raise IndexFailedError(index.name, index.file.failure)
             if not index.file.is_built:
                 raise BuildingError(index.name)
-            if query.consistency == "now":
+            if query.consistency == "now" or not knows_histories(index.file, writes):
+                # A history that the index does not know is of a failover that it has yet to hear
+                # of, or is gone: a scan for a lost change would wait for its whole timeout.
                 # Not while the index is read: a stream that stands still brings no barrier, and the
                 # index could not be dropped.
-                await self._wait_for_barrier(index, log)
-            elif not knows_histories(index.file, writes):
-                # A failover that the index has yet to hear of, or a history that is gone: without
-                # the barrier a scan for a lost change would wait for its whole timeout.
                 await self._wait_for_barrier(index, log)
                 check_histories(index.file, writes)
             with index.reading():
