@@ -130,6 +130,19 @@ async def check_answers(indexer: Indexer) -> None:
     assert set(beginnings.timestamps) == set(range(PARTITIONS))
 
 
+async def test_the_first_page_tells_how_a_count_is_as_fresh_as_asked(
+    indexer: Indexer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Beginnings of keys are counted page by page. The later pages only name the moment."""
+    monkeypatch.setattr("upr_server.indexer.merge.LIMIT_MAX", 2)
+    query = Query(consistency="now", count=True, distinct=1, explain=True)
+    counted = await ask(indexer, "d/city", query)
+    assert counted.count == 7
+    assert counted.explanation is not None
+    assert counted.explanation.freshness == "barrier"
+    assert "barrier" in [wait.reason for wait in counted.explanation.waits]
+
+
 async def test_a_moment_is_of_all_slices(server: Server, indexer: Indexer) -> None:
     rows = index_rows(CITY, CONTENTS)
     page = await ask(indexer, "d/city", Query(consistency="now", limit=20, hold_s=60))

@@ -103,9 +103,10 @@ def merged_explanation(
     query: Query,
     answers: Sequence[SliceAnswer],
     result: ScanResult | EntrySummary,
+    read_seconds: float,
 ) -> Explanation:
     """How a scan was carried out: sums over the slices, and what took longest of what they did at
-    the same time."""
+    the same time. Of several pages, `answers` are those of the first, which chose the moment."""
     waits: dict[str, Wait] = {}
     for wait in chain.from_iterable(answer.waits for answer in answers):
         if wait.reason not in waits or waits[wait.reason].seconds < wait.seconds:
@@ -124,7 +125,7 @@ def merged_explanation(
         ended_by="ranges" if isinstance(result, EntrySummary) else result.ended_by,
         freshness=max((answer.freshness for answer in answers), key=_FRESHNESS_ORDER.index),
         waits=tuple(waits.values()),
-        read_seconds=max(answer.read_seconds for answer in answers),
+        read_seconds=read_seconds,
     )
 
 
@@ -158,6 +159,8 @@ class MergedScan:
         self._query = query
         self._counts_beginnings = bool(query.count and query.distinct) and slice_count > 1
         self._answers: Sequence[SliceAnswer] = ()
+        self._first_answers: Sequence[SliceAnswer] = ()
+        self._read_seconds = 0.0
         self._result: ScanResult | EntrySummary = EntrySummary(0, None, None, ReadCounts())
         self.is_complete = False
         self.query = query
@@ -175,6 +178,8 @@ class MergedScan:
     def add(self, answers: Sequence[SliceAnswer]) -> None:
         """Takes what the slices have answered, by their numbers."""
         self._answers = answers
+        self._first_answers = self._first_answers or answers
+        self._read_seconds += max(answer.read_seconds for answer in answers)
         if self._counts_beginnings:
             self._add_page(_entries(answers, self.query))
             return
@@ -228,7 +233,14 @@ class MergedScan:
         )
 
     def _explanation(self, result: ScanResult | EntrySummary) -> Explanation:
-        return merged_explanation(self._name, self._definition, self._query, self._answers, result)
+        return merged_explanation(
+            self._name,
+            self._definition,
+            self._query,
+            self._first_answers,
+            result,
+            self._read_seconds,
+        )
 
 
 def _entries(answers: Sequence[SliceAnswer], query: Query) -> ScanResult:
