@@ -19,7 +19,7 @@ from upr_protocol.partition_map import Assignment
 from upr_protocol.spark import driver_connection
 from upr_protocol.spark.batch_reader import BatchReader, plan
 from upr_protocol.spark.driver_client import BucketDriverClient, DriverClient
-from upr_protocol.spark.errors import PipelineError
+from upr_protocol.spark.errors import OptionError, PipelineError
 from upr_protocol.spark.read_options import ReadOptions
 from upr_protocol.spark.read_tasks import ReadTask
 from upr_protocol.spark.schema import default_schema
@@ -94,6 +94,30 @@ def test_a_start_that_has_not_passed_leaves_out_what_others_write_meanwhile(
     if end_time is not None:
         options["endingTimestamp"] = end_time.isoformat()
     assert seqs_read(bucket, 1, **options) == []
+
+
+@pytest.mark.parametrize("stability", ["durable", "any"])
+@pytest.mark.parametrize(
+    ("options", "seqs"),
+    [
+        ({"startingTimestamp": NOW.isoformat(), "endingOffsets": '{"0": 3}'}, [(1, 5, 7)]),
+        ({"startingOffsets": '{"0": 6}', "endingTimestamp": NOW.isoformat()}, [(1, 0, 5)]),
+    ],
+)
+def test_nothing_is_between_a_number_and_a_time_in_a_partition_where_the_start_is_later(
+    options: dict[str, str], seqs: list[tuple[int, int, int]], stability: str
+) -> None:
+    """Others are read: nobody knows which numbers the partitions have at a time."""
+    bucket = ModelDriverClient(2)
+    for partition in range(2):
+        for seq in range(1, 8):
+            bucket.write(partition, seq)
+            bucket.times[partition, seq] = NOW + timedelta(hours=seq - 5.5)
+        bucket.flush(partition)
+    assert ranges_of(planned(options_of(**options, stability=stability), bucket, 1)) == seqs
+    beyond = options_of(startingOffsets='{"0": 8}', endingTimestamp=NOW.isoformat())
+    with pytest.raises(OptionError, match="cannot be read from 8 to 5: it has numbers up to 7"):
+        planned(beyond, bucket, 2)
 
 
 def test_a_start_that_has_passed_meanwhile_leaves_out_the_same_rows_each_time() -> None:

@@ -158,12 +158,14 @@ def plan(
         start_seq = 0 if isinstance(start, str) else start.get(partition, 0)
         newest_seq = numbers.persisted_seq if options.durable else numbers.high_seq
         end_seq = newest_seq if isinstance(end, str) else end.get(partition, newest_seq)
-        if end_seq > newest_seq or start_seq > end_seq:
+        # Only numbers are wrong in this order. Between a time and a number, there is nothing in a
+        # partition where the end comes first.
+        if end_seq > newest_seq or start_seq > (newest_seq if has_time else end_seq):
             raise OptionError(
                 f"partition {partition} cannot be read from {start_seq} to {end_seq}: it has "
                 f"numbers up to {newest_seq}"
             )
-        bounds.append((partition, SeqNo(start_seq), SeqNo(end_seq)))
+        bounds.append((partition, SeqNo(min(start_seq, end_seq)), SeqNo(end_seq)))
     if not options.durable:
         for partition, _, end_seq in bounds:
             if not infos[partition].log.contains(seqnos[partition].history_id, end_seq):
