@@ -253,8 +253,10 @@ def test_values_are_parsed_by_a_schema_that_is_given_or_inferred(
             load(spark, url, schema, valueSchema="infer").collect()
     with pytest.raises(PySparkException, match=r"UPR_OPTION.*leave out includeValue=false"):
         load(spark, url, valueSchema="infer", includeValue="false")
-    with pytest.raises(PySparkException, match="PARSE_SYNTAX_ERROR"):
+    with pytest.raises(PySparkException, match=r"PARSE_SYNTAX_ERROR\] Syntax error at or near '<'"):
         load(spark, url, valueSchema="seats INT, ,")
+    with pytest.raises(PySparkException, match='Unsupported data type "INTT"'):
+        load(spark, url, valueSchema="seats INTT")
 
 
 def test_an_empty_bucket_has_no_rows(spark: SparkSession, new_bucket: NewBucket) -> None:

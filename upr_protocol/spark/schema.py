@@ -98,7 +98,8 @@ def schema_with_fields(options: ReadOptions, struct: StructType) -> StructType:
 
 def ddl_with_fields(options: ReadOptions) -> str:
     """The columns of a read as SQL, with the struct of `options.value_schema`: only Spark's JVM
-    parses that."""
+    parses that. What is wrong is named at its place, as this is a type: Spark tries a list of
+    columns as one, too, and tells of its second failure."""
     columns = []
     for field in default_schema(options):
         if field.name == "value":
@@ -106,7 +107,7 @@ def ddl_with_fields(options: ReadOptions) -> str:
         else:
             null = "" if field.nullable else " NOT NULL"
             columns.append(f"{field.name} {field.dataType.simpleString()}{null}")
-    return ", ".join(columns)
+    return f"STRUCT<{', '.join(columns)}>"
 
 
 def check_value_schema(options: ReadOptions, schema: StructType) -> None:
