@@ -775,3 +775,12 @@ async def test_events_tell_each_user_of_the_buckets_that_it_may_use() -> None:
                 event = await anext(feeds[bucket == "c"])
                 assert isinstance(event, BucketEvent)
                 assert event.bucket == bucket
+            # What bob was not told of c before, he has to look at now.
+            await server.users.apply_change(
+                lambda users: users.granting("bob", (Grant(Right.READ, "c"),))
+            )
+            assert isinstance(await anext(feeds[0]), LookAtEverything)
+            put(server.catalog.bucket("c").partitions[0], b"k")
+            event = await anext(feeds[0])
+            assert isinstance(event, BucketEvent)
+            assert event.bucket == "c"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Hashable
 from contextlib import asynccontextmanager
 from typing import Final
 
@@ -97,6 +97,7 @@ class EventBus:
         timeout_s: float,
         acknowledged: int,
         wait_s: float,
+        rights: Hashable = None,
     ) -> tuple[int, bool, tuple[BucketEvent, ...]]:
         """Answers a consumer's question; see `EventFeeds.next_batch`.
 
@@ -104,7 +105,12 @@ class EventBus:
             The batch's ID, or 0; whether to look at everything; what became of buckets.
         """
         batch = await self._feeds.next_batch(
-            consumer, event_filter, timeout_s=timeout_s, acknowledged=acknowledged, wait_s=wait_s
+            consumer,
+            event_filter,
+            timeout_s=timeout_s,
+            acknowledged=acknowledged,
+            wait_s=wait_s,
+            rights=rights,
         )
         return batch.id, batch.everything, batch.events
 

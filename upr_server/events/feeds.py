@@ -7,7 +7,7 @@ one. A batch that was not acknowledged, because the connection broke for instanc
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import Final
 
 import trio
@@ -58,9 +58,11 @@ class EventFeeds:
         timeout_s: float,
         acknowledged: int,
         wait_s: float,
+        rights: Hashable = None,
     ) -> EventBatch:
         """Waits for events. The question reports that the consumer is alive. A consumer that is
-        unknown, was cleared, or asks with another filter, is told to look at everything.
+        unknown, was cleared, or asks with another filter or other rights, is told to look at
+        everything.
 
         On cancellation nothing is lost: the next question gets what was taken out of the queue.
 
@@ -70,6 +72,7 @@ class EventFeeds:
             timeout_s: When it has not asked for so long, its queue is removed.
             acknowledged: The ID of the batch that it has dealt with; 0 for none.
             wait_s: How long to wait for events.
+            rights: What decides which events the consumer may know of; None if it may know of all.
 
         Returns:
             A batch; an empty one when `wait_s` is over.
@@ -79,7 +82,7 @@ class EventFeeds:
                 `LIMIT_REACHED` when there are too many consumers.
         """
         deadline = trio.current_time() + wait_s
-        queue = self._queue_of(consumer, event_filter, timeout_s)
+        queue = self._queue_of(consumer, event_filter, timeout_s, rights)
         if queue.unacknowledged is not None and queue.unacknowledged.id == acknowledged:
             queue.unacknowledged = None
         asker = queue.asker = object()
@@ -108,11 +111,15 @@ class EventFeeds:
             if queue.asker is asker:
                 queue.asker = None
 
-    def _queue_of(self, consumer: str, event_filter: EventFilter, timeout_s: float) -> EventQueue:
+    def _queue_of(
+        self, consumer: str, event_filter: EventFilter, timeout_s: float, rights: Hashable
+    ) -> EventQueue:
         now = self._time()
         filters = (event_filter,)
         queue = self._queues.report_health(consumer, timeout_s, now)
-        if queue is not None and queue.filters == filters:
+        if queue is not None and queue.filters == filters and queue.rights in (None, rights):
+            # After a clean restart it is not known which they were: users cannot have changed here.
+            queue.rights = rights
             return queue
         if queue is not None:
             # What the earlier filter left out was not counted.
@@ -122,6 +129,8 @@ class EventFeeds:
                 queue = self._queues.register(consumer, timeout_s, now, filters)
             except TooManyConsumersError as error:
                 raise ServerError(Status.LIMIT_REACHED, str(error)) from error
+        # What the consumer had no right to know of was counted, and taken out.
+        queue.rights = rights
         queue.unacknowledged = EventBatch(everything=True, id=self._new_id())
         return queue
 

@@ -12,7 +12,7 @@ consumer then registers anew and looks at everything.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from typing import Final
 
 import attrs
@@ -105,6 +105,8 @@ class EventQueue:
         asker: Identifies the question that waits for an answer; None when the consumer does not
             ask. Not saved.
         polled_at: When the queue was polled last, by the loop's clock. Not saved.
+        rights: What decided which events the consumer may know of when it asked last; None if it
+            may know of all, or has not asked since a restart. Not saved.
     """
 
     timeout_s: float
@@ -114,6 +116,7 @@ class EventQueue:
     unacknowledged: EventBatch | None = None
     asker: object | None = None
     polled_at: float = float("-inf")
+    rights: Hashable = None
     _kinds: dict[str, int] = attrs.field(factory=dict)
 
     def set_filters(self, filters: tuple[EventFilter, ...]) -> None:

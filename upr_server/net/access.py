@@ -16,6 +16,7 @@ from upr_protocol.users import (
     NO_RIGHTS,
     SERVER,
     BucketRights,
+    Grant,
     Right,
     UsersError,
     first_key_outside,
@@ -164,6 +165,12 @@ class Access:
     def may_use(self, bucket: str) -> bool:
         """Whether the client may know of a bucket. O(grants)."""
         return not USE.isdisjoint(self.rights_on(bucket).on_some_keys)
+
+    @property
+    def grants(self) -> tuple[Grant, ...]:
+        """What the client's user was granted, also by roles; none where there are no users.
+        O(grants)."""
+        return self._users.users.grants_of(self.user_name)
 
     def visible_part(self, event: BucketEvent) -> BucketEvent | None:
         """What the client may know of an event; None for nothing. Design documents belong to the

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Hashable, Iterator
 from itertools import count
 from typing import Final, Protocol
 
@@ -87,8 +87,10 @@ class EventProvider(Protocol):
         timeout_s: float,
         acknowledged: int,
         wait_s: float,
+        rights: Hashable = None,
     ) -> tuple[int, bool, tuple[BucketEvent, ...]]:
-        """Waits for events of a consumer.
+        """Waits for events of a consumer. With other rights than those of the question before, the
+        consumer must look at everything.
 
         Returns:
             The batch's number, or 0 for no events; whether the consumer must look at everything;

@@ -47,6 +47,7 @@ def next_events(context: RequestContext, request: NextEvents) -> None:
                 acknowledged=request.acknowledged,
                 # A consumer that waits is alive: it must ask again before it is taken for dead.
                 wait_s=min(request.wait_ms / 1000, request.timeout_s / 2),
+                rights=context.access.grants,
             )
             # An answer without events is acknowledged as any other, and the next question follows.
             visible_events = await _visible(context, bucket_events)
