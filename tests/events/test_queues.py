@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from upr_protocol import bucket_event
 from upr_protocol.bucket_event import (
     ANY_DESIGN,
     BucketEvent,
@@ -146,6 +147,19 @@ def test_only_what_the_filters_let_through_is_counted() -> None:
     queue.set_filters(())
     queue.count_updates("a", 1, (b"_design/x",))
     assert polled(queue) == []
+
+
+def test_counting_compiles_no_pattern(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The longest take 3 ms each. An event of a new bucket is counted for all consumers at once,
+    and whoever may ask for events could have made the server forget the others' patterns."""
+    queue = EventQueue(TIMEOUT_S, 0.0, (EventFilter(pattern="b*"),))
+    queue.set_filters((EventFilter(pattern="c*"),))
+    bucket_event._expression.cache_clear()
+    monkeypatch.setattr(bucket_event, "compile_expression", None)
+    queue.count_creation("b", 1)
+    queue.count_creation("c", 2)
+    queue.count_updates("cd", 3, ())
+    assert list(queue.counters) == ["c", "cd"]
 
 
 def test_a_bucket_that_no_filter_wants_any_more_is_forgotten() -> None:

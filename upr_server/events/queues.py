@@ -13,6 +13,7 @@ consumer then registers anew and looks at everything.
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Sequence
+from re import Pattern
 from typing import Final
 
 import attrs
@@ -118,6 +119,17 @@ class EventQueue:
     polled_at: float = float("-inf")
     rights: Hashable = None
     _kinds: dict[str, int] = attrs.field(factory=dict)
+    _expressions: Sequence[tuple[Pattern[str], int]] = attrs.field(init=False)
+    """Of each filter, what matches its buckets, and its kinds. Made when the filters are set: when
+    an event is counted, it is for all queues in one step."""
+
+    def __attrs_post_init__(self) -> None:
+        self._compile_filters()
+
+    def _compile_filters(self) -> None:
+        self._expressions = [
+            (event_filter.expression, int(event_filter.kinds)) for event_filter in self.filters
+        ]
 
     def set_filters(self, filters: tuple[EventFilter, ...]) -> None:
         """Counts what one of these lets through from now on. What earlier filters left out is
@@ -127,6 +139,7 @@ class EventQueue:
         counted, and a later filter that wants it again would find a state of the past.
         """
         self.filters = filters
+        self._compile_filters()
         self._kinds.clear()
         for bucket in [bucket for bucket in self.counters if not self._kinds_of(bucket)]:
             del self.counters[bucket]
@@ -138,8 +151,9 @@ class EventQueue:
             if len(self._kinds) >= _KINDS_REMEMBERED_MAX:
                 self._kinds.clear()
             kinds = 0
-            for event_filter in self.filters:
-                kinds |= int(event_filter.kinds_of(bucket))
+            for expression, filter_kinds in self._expressions:
+                if expression.match(bucket):
+                    kinds |= filter_kinds
             self._kinds[bucket] = kinds
         return kinds
 
