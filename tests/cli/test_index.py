@@ -141,6 +141,12 @@ def test_a_bad_definition_is_refused_with_its_place(indexer: str, run: Run, tmp_
         (("create", "d", "--index", "x=a", "--filter", "y=b"), "--filter y=… has no --index y="),
         (("create", "d", "file.json", "--filter", "y=b"), "leave out --filter"),
         (("scan", "d/i", "--prefix", "{}"), "a key cannot be an object"),
+        (("scan", "d/i", "--prefix", '["a", b]'), "is no JSON: JSON is malformed"),
+        (("scan", "d/i", "--from", '"a'), "is no JSON: Input data was truncated"),
+        (("scan", "d/i", "--from", "[" * 3000), "is no JSON: maximum recursion depth"),
+        (("scan", "d/i", "--to", "1e999"), "is no JSON: Number out of range"),
+        (("scan", "d/i", "--from-exclusive", "--to", "5"), "--from-exclusive is about --from"),
+        (("scan", "d/i", "--to-exclusive", "--range", "1", "5"), "--to-exclusive is about --to"),
         (("scan", "d/i", "--written", "1:2"), "write PARTITION:HISTORY:NUMBER"),
         (("scan", "d/i", "--count", "--limit", "5"), "leave out --limit"),
         (("scan", "d/i", "--min", "--limit", "5"), "leave out --limit"),
@@ -197,7 +203,7 @@ def test_a_list_names_the_slices_that_are_in_trouble(
 
 @pytest.mark.parametrize("url", ["http://127.0.0.1:1", "http://mün..chen:1"])
 @pytest.mark.parametrize(
-    "arguments", [("list",), ("drop", "\udcff"), ("scan", "d/i", "--from", "[" * 3000)]
+    "arguments", [("list",), ("drop", "\udcff"), ("scan", "d/i", "--from", "x" * 3000)]
 )
 def test_an_unreachable_indexer_is_a_lost_connection(
     run: Run, url: str, arguments: tuple[str, ...]

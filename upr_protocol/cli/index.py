@@ -30,6 +30,10 @@ _ENTRIES_MAX: Final = 10_000
 """The most entries of one answer."""
 
 
+_JSON_STARTS: Final = ("[", "{", '"')
+"""What people begin with who mean JSON, and not a word."""
+
+
 @contextmanager
 def _indexer(url: str) -> Iterator[IndexClient]:
     """A client of the indexer, whose errors end the command with a sentence."""
@@ -285,7 +289,12 @@ def status(name: str | None, url: str) -> None:
 def _key_parts(option: str, text: str) -> list[Any]:
     try:
         value = msgspec.json.decode(text.encode(errors="surrogateescape"))
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        if text.startswith(_JSON_STARTS) or isinstance(error, msgspec.ValidationError):
+            # As a word, it would mostly select nothing, and nobody would be told why.
+            raise click.BadParameter(
+                f"{option}: {text!r} is no JSON: {error}; write a JSON value, or a list of them"
+            ) from error
         value = text  # a word without quotes, as people write it in a shell
     if isinstance(value, dict):
         raise click.BadParameter(f"{option}: a key cannot be an object")
@@ -417,6 +426,9 @@ def scan(
     is_summary = count or min_key or max_key
     if is_summary and limit is not None:
         raise click.UsageError("--count, --min and --max look at all entries; leave out --limit")
+    for end, is_exclusive, key in (("from", from_exclusive, low), ("to", to_exclusive, high)):
+        if is_exclusive and key is None:
+            raise click.UsageError(f"--{end}-exclusive is about --{end}; give that, too")
     if consistency == "at_least" and not written:
         raise click.UsageError("--consistency at_least needs --written, a change to wait for")
     if written and consistency == "now":
