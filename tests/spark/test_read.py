@@ -528,13 +528,14 @@ def test_wrong_reads_fail_with_their_code(
     spark: SparkSession, server: BlockingServer, new_bucket: NewBucket
 ) -> None:
     url = new_bucket(2)
-    for wrong, code in (
-        (load(spark, url, startingOffsets='{"0": 5}'), "UPR_OPTION"),
-        (load(spark, url, partitions="5"), "UPR_OPTION"),
-        (load(spark, server.url("missing")), "UPR_NO_BUCKET"),
-        (load(spark, "upr://127.0.0.1:1/b", timeoutSeconds=1), "UPR_UNREACHABLE"),
+    bucket = url.rpartition("/")[2]
+    for wrong, error in (
+        (load(spark, url, startingOffsets='{"0": 5}'), rf"UPR_OPTION\] partition 0 of {bucket} "),
+        (load(spark, url, partitions="5"), rf"UPR_OPTION\] .* 5, and {bucket} has 0 to 1"),
+        (load(spark, server.url("missing")), r"UPR_NO_BUCKET\]"),
+        (load(spark, "upr://127.0.0.1:1/b", timeoutSeconds=1), r"UPR_UNREACHABLE\]"),
     ):
-        with pytest.raises(PySparkException, match=rf"\[{code}\]"):
+        with pytest.raises(PySparkException, match=rf"\[{error}"):
             wrong.collect()
 
 

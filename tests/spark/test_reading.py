@@ -83,7 +83,8 @@ def test_a_task_whose_rows_a_crash_undoes_fails_and_does_not_wait(
             monkeypatch.setattr(FakeConnection, "_on_go", crash, raising=False)
         else:
             thread.call(lambda: partition.fail_over(99, 15))
-        with pytest.raises(PipelineError, match="has to go back from 20 to 15") as failed:
+        sentence = "partition 0 of b has to go back from 20 to 15"
+        with pytest.raises(PipelineError, match=sentence) as failed:
             list(read_task(task, options, COLUMNS))
         assert failed.value.code == "UPR_ROLLBACK"
 

@@ -723,7 +723,7 @@ def test_a_rollback_fails_the_query_and_says_everything() -> None:
         reader.latestOffset(start, ReadAllAvailable())
     assert failed.value.code == "UPR_ROLLBACK"
     text = str(failed.value)
-    assert "partition 1 has to go back from 10 to 4" in text
+    assert "partition 1 of b has to go back from 10 to 4" in text
     first, second = (driver.partitions[1].log.pairs())[::-1]
     assert f"followed [{first[0]:016x} from 0]" in text
     assert f"has [{second[0]:016x} from 4, {first[0]:016x} from 0]" in text
@@ -1399,7 +1399,7 @@ def test_a_stream_of_a_key_notices_that_its_bucket_was_created_again(on_rollback
     write_rows(new_bucket, 0, 5)
     reader = reader_of(new_bucket, partitions={0}, onRollback=on_rollback)
     if on_rollback == "fail":
-        with pytest.raises(PipelineError, match="partition 1 has to go back from 10 to 0"):
+        with pytest.raises(PipelineError, match="partition 1 of b has to go back from 10 to 0"):
             reader.latestOffset(start, ReadAllAvailable())
         return
     end = reader.latestOffset(start, ReadAllAvailable())
@@ -1550,7 +1550,7 @@ def test_a_position_that_does_not_change_is_put_again() -> None:
 
 
 def test_offsets_of_partitions_that_are_not_there() -> None:
-    with pytest.raises(PipelineError, match="names partition 7; the partitions read are"):
+    with pytest.raises(PipelineError, match="names partition 7 of b; the partitions read are"):
         reader_of(written(2, 5), startingOffsets='{"7": 1}').initialOffset()
     with pytest.raises(PipelineError, match="needs stability=durable"):
         options_of(stability="any", maxBytesPerTrigger="5")

@@ -152,7 +152,7 @@ def plan(
     infos = driver.partition_infos()
     for option, bound in (("startingOffsets", start), ("endingOffsets", end)):
         if not isinstance(bound, str):
-            check_named(option, bound, seqnos)
+            check_named(option, bound, options.address.bucket, seqnos)
     bounds = []
     for partition, numbers in seqnos.items():
         start_seq = 0 if isinstance(start, str) else start.get(partition, 0)
@@ -162,8 +162,8 @@ def plan(
         # partition where the end comes first.
         if end_seq > newest_seq or start_seq > (newest_seq if has_time else end_seq):
             raise OptionError(
-                f"partition {partition} cannot be read from {start_seq} to {end_seq}: it has "
-                f"numbers up to {newest_seq}"
+                f"partition {partition} of {options.address.bucket} cannot be read from "
+                f"{start_seq} to {end_seq}: it has numbers up to {newest_seq}"
             )
         bounds.append((partition, SeqNo(min(start_seq, end_seq)), SeqNo(end_seq)))
     if not options.durable:

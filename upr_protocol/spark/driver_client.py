@@ -164,8 +164,8 @@ class BucketDriverClient:
         for partition in selected:
             if partition not in self._numbers:
                 raise OptionError(
-                    f"the option partitions names {partition}, and the bucket has 0 to "
-                    f"{len(rows) - 1}"
+                    f"the option partitions names {partition}, and "
+                    f"{self._options.address.bucket} has 0 to {len(rows) - 1}"
                 )
         return self._numbers
 

@@ -263,7 +263,9 @@ class MicroBatchReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
                 rollback = rollback_needed(offset, info)
                 if rollback is not None:
                     if not self._options.marks_rollback:
-                        raise rollback_error(range_.partition, offset, info, rollback)
+                        raise rollback_error(
+                            self._options.address.bucket, range_.partition, offset, info, rollback
+                        )
                     # The next batch begins with a marker that undoes this one.
                     continue
             readable.append(range_)

@@ -58,6 +58,7 @@ def with_batch_end(offset: PartitionOffset) -> tuple[SeqNo, ...]:
 
 
 def rollback_error(
+    bucket: str,
     partition: PartitionId,
     offset: PartitionOffset,
     info: PartitionInfo | None,
@@ -66,6 +67,7 @@ def rollback_error(
     """The error of a stream that has to go back and does not mark rollbacks.
 
     Args:
+        bucket: The bucket: a stream may be of several.
         partition: The partition.
         offset: Where the stream stands in it.
         info: The partition as it is now; None when there is none.
@@ -75,7 +77,7 @@ def rollback_error(
     to = rollback.ceiling if rollback.ceiling < offset.seq else offset.snapshot_start
     return PipelineError(
         "UPR_ROLLBACK",
-        f"partition {partition} has to go back from {offset.seq} to {to}, as "
+        f"partition {partition} of {bucket} has to go back from {offset.seq} to {to}, as "
         f"{rollback.reason.value}: there was a failover, or data was lost. The stream followed "
         f"{_log_text(offset.log)}; the server now has {_log_text(server_log)}. Rows above {to} are "
         "in the sink and may be on no server. Begin with a new checkpoint and an empty sink; or "

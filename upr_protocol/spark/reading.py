@@ -136,10 +136,12 @@ def _batches(
                     if chunk.count:
                         yield from builder.add(chunk, snapshots[event.partition])
                 elif isinstance(event, StreamAccepted):
-                    _check_history(ranges[event.partition], event.log)
+                    _check_history(options.address.bucket, ranges[event.partition], event.log)
                 elif isinstance(event, RolledBack):
                     range_ = ranges[event.partition]
-                    raise _rolled_back_error(range_, event.ceiling, event.reason)
+                    raise _rolled_back_error(
+                        options.address.bucket, range_, event.ceiling, event.reason
+                    )
                 elif isinstance(event, StreamEnded) and event.reason is not Status.END_REACHED:
                     # No error for a consumer. But rows of the range are missing.
                     raise PipelineError(
@@ -151,12 +153,13 @@ def _batches(
         raise as_pipeline_error(error, options.address, options.timeout_s) from error
 
 
-def _check_history(range_: PartitionRange, log: FailoverLog) -> None:
+def _check_history(bucket: str, range_: PartitionRange, log: FailoverLog) -> None:
     """Makes sure that the history of a stream has what was planned of its partition. Otherwise the
     stream would wait until the partition has as many numbers again, perhaps for ever, and the rows
     would be others.
 
     Args:
+        bucket: The bucket.
         range_: What was planned.
         log: The history.
 
@@ -166,15 +169,17 @@ def _check_history(range_: PartitionRange, log: FailoverLog) -> None:
     planned_position = Position(range_.log, range_.end, range_.end)
     decision = decide_start(log, range_.end, SeqNo(0), planned_position)
     if isinstance(decision, RollBack):
-        raise _rolled_back_error(range_, decision.ceiling, decision.reason.value)
+        raise _rolled_back_error(bucket, range_, decision.ceiling, decision.reason.value)
 
 
-def _rolled_back_error(range_: PartitionRange, ceiling: SeqNo, reason: str) -> PipelineError:
+def _rolled_back_error(
+    bucket: str, range_: PartitionRange, ceiling: SeqNo, reason: str
+) -> PipelineError:
     """The error when the server left the history of a range before the range was read."""
     return PipelineError(
         "UPR_ROLLBACK",
-        f"partition {range_.partition} has to go back from {range_.end} to {ceiling} ({reason}): "
-        "there was a failover, or data was lost. What was planned cannot be read any more. Load "
-        "the DataFrame again; or run the query of the stream again, which goes on with "
+        f"partition {range_.partition} of {bucket} has to go back from {range_.end} to {ceiling} "
+        f"({reason}): there was a failover, or data was lost. What was planned cannot be read any "
+        "more. Load the DataFrame again; or run the query of the stream again, which goes on with "
         "onRollback=marker",
     )

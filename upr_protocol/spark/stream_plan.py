@@ -110,7 +110,7 @@ class StreamPlan:
             return StreamOffset(self._bucket, {}, is_initial=True)
         seqnos, infos = self._in_one_history(lambda seqnos: seqnos)
         if not isinstance(start, str):
-            check_named("startingOffsets", start, seqnos)
+            check_named("startingOffsets", start, self._bucket, seqnos)
         partitions: Partitions = {}
         for partition, numbers in seqnos.items():
             if isinstance(start, str):
@@ -120,8 +120,8 @@ class StreamPlan:
             if seq > numbers.high_seq:
                 raise PipelineError(
                     "UPR_OPTION",
-                    f"startingOffsets names {seq} for partition {partition}, which has numbers up "
-                    f"to {numbers.high_seq}",
+                    f"startingOffsets names {seq} for partition {partition} of {self._bucket}, "
+                    f"which has numbers up to {numbers.high_seq}",
                 )
             if seq:
                 partitions[partition] = PartitionOffset(infos[partition].log, seq, seq, seq)
@@ -283,7 +283,7 @@ class StreamPlan:
             rollback = rollback_needed(offset, info)
             if rollback is not None:
                 if not self._marks_rollback:
-                    raise rollback_error(partition, offset, info, rollback)
+                    raise rollback_error(self._bucket, partition, offset, info, rollback)
                 ceiling = rollback.ceiling if self._rewinds else SeqNo(0)
                 partitions[partition] = rewound(offset, info, ceiling)
         return partitions
@@ -306,9 +306,9 @@ class StreamPlan:
                     "UPR_RANGE_GONE",
                     f"the stream stood still for too long, or starts too far back: the server has "
                     f"removed deletions from {offset.seq} to {infos[partition].purge_seq} in "
-                    f"partition {partition}: begin at earliest with a new checkpoint and an empty "
-                    "sink, or stream with "
-                    "onRollback=marker into a sink that can undo",
+                    f"partition {partition} of {self._bucket}: begin at earliest with a new "
+                    "checkpoint and an empty sink, or stream with onRollback=marker into a sink "
+                    "that can undo",
                 )
             new_offsets[partition] = rewound(offset, infos[partition], SeqNo(0))
         return new_offsets
@@ -583,14 +583,18 @@ def _backlog(
 
 
 def check_named(
-    option: str, seqs: Mapping[int, int], seqnos: Mapping[PartitionId, PartitionNumbers]
+    option: str,
+    seqs: Mapping[int, int],
+    bucket: str,
+    seqnos: Mapping[PartitionId, PartitionNumbers],
 ) -> None:
-    """Makes sure that an option names only partitions that are read. Raises `OptionError`."""
+    """Makes sure that an option names only partitions of a bucket that are read. Raises
+    `OptionError`."""
     for partition in seqs:
         if partition not in seqnos:
             raise OptionError(
-                f"the option {option} names partition {partition}; the partitions read are "
-                f"{min(seqnos)} to {max(seqnos)}"
+                f"the option {option} names partition {partition} of {bucket}; the partitions read "
+                f"are {min(seqnos)} to {max(seqnos)}"
             )
 
 
