@@ -204,6 +204,29 @@ async def test_without_an_event_bus_the_stream_brings_definitions(tmp_path: Path
     assert "events is false" in errors[0]
 
 
+async def test_the_bus_is_heard_when_it_has_room_for_one_more_consumer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("upr_server.events.queues.CONSUMERS_MAX", 0)
+    monkeypatch.setattr(announcements, "LIMIT_RETRY_S", 0.05)
+    with structlog.testing.capture_logs() as logs:
+        async with (
+            a_server() as server,
+            connect(server.url("b")) as client,
+            an_indexer(server.url("b"), tmp_path) as indexer,
+        ):
+            await eventually(
+                lambda: any("event bus unreachable" in line["event"] for line in logs), "it is full"
+            )
+            monkeypatch.undo()
+            bus = server.events
+            assert isinstance(bus, EventBus)
+            await eventually(lambda: bus.statistics()["asking"] == 1, "it listens", timeout_s=2)
+            async with standing_still(indexer):
+                await define(client, "e", {"n": NUMBER})
+                await eventually(lambda: name_of("e/n") in indexer.designs.names(), "it is told")
+
+
 async def test_another_consumer_of_its_name_stops_announcements_and_nothing_else(
     tmp_path: Path,
 ) -> None:

@@ -10,14 +10,18 @@ from pathlib import Path
 from typing import Final
 
 import structlog
+import trio
 
 from upr_protocol.bucket_event import ANY_DESIGN, BucketEvent, EventKind
 from upr_protocol.client import Address, Item, connect, follow_events
-from upr_protocol.errors import UprError
+from upr_protocol.errors import ServerError, Status, UprError
 from upr_server.indexer.overlay import DesignOverlay
 from upr_server.indexer.pure.definition import design_name, readable_text
 
 log = structlog.get_logger(__name__)
+
+LIMIT_RETRY_S: Final = 10.0
+"""The pause where the bus has too many consumers."""
 
 READ_TIMEOUT_S: Final = 10.0
 """How long to try to read an announced document. A server that cannot be asked does not stream
@@ -53,14 +57,19 @@ class Announcements:
         self._overlay = overlay
 
     async def run(self) -> None:
-        """Follows the bus until it refuses."""
-        try:
-            await self._listen()
-        except UprError as error:
-            log.warning(
-                "event bus unreachable; following design documents through the stream",
-                error=str(error),
-            )
+        """Follows the bus until it refuses. If it has too many consumers, others may end."""
+        is_full = True
+        while is_full:
+            try:
+                await self._listen()
+            except UprError as error:
+                log.warning(
+                    "event bus unreachable; following design documents through the stream",
+                    error=str(error),
+                )
+                is_full = isinstance(error, ServerError) and error.status is Status.LIMIT_REACHED
+            if is_full:
+                await trio.sleep(LIMIT_RETRY_S)
 
     async def _listen(self) -> None:
         async with follow_events(
