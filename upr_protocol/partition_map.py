@@ -66,7 +66,7 @@ _OBJECTS_MAX: Final = 2 + PARTITIONS_MAX * 4
 """Objects of a document: the map, its nodes, and of each partition itself, its replicas and its
 two points."""
 
-_COMMAS_MAX: Final = 4 + NODES_MAX + PARTITIONS_MAX * (12 + REPLICAS_MAX)
+_COMMAS_MAX: Final = 5 + NODES_MAX + PARTITIONS_MAX * (12 + REPLICAS_MAX)
 """Commas of a document: one a field, at most, and one a partition."""
 
 HOST_CHARACTERS_MAX: Final = 255
@@ -151,6 +151,7 @@ class _MapOfTexts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     revision: int
     nodes: dict[str, str]
     partitions: list[msgspec.Raw]
+    command: str = ""
 
 
 class PartitionMap(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -162,12 +163,16 @@ class PartitionMap(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
         nodes: Every node's address, `HOST:PORT`, by its name. The host is a name, an IPv4 address,
             or an IPv6 address in brackets.
         partitions: The assignment of each partition, by its number.
+        command: A name, drawn at random, of the takeover or failover that made the map; otherwise
+            left out. Two commands that run at the same time give their maps the same revisions.
+            With the names the maps differ, and a node takes the map of one of them only.
     """
 
     bucket: str
     revision: int
     nodes: dict[str, str]
     partitions: tuple[Assignment, ...]
+    command: str = ""
 
     @classmethod
     def of_one_node(
@@ -183,10 +188,13 @@ class PartitionMap(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
         )
 
     def with_assignments(
-        self, assignments: Mapping[PartitionId, Assignment], revision: int = 0
+        self,
+        assignments: Mapping[PartitionId, Assignment],
+        revision: int = 0,
+        command: str = "",
     ) -> PartitionMap:
         """The map with other assignments of some partitions, and with another revision; 0 stands
-        for the next one.
+        for the next one. `command` has made it.
 
         Raises:
             PartitionMapError: The map would contradict itself.
@@ -195,7 +203,10 @@ class PartitionMap(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
         for partition, assignment in assignments.items():
             partitions[partition] = assignment
         changed = msgspec.structs.replace(
-            self, revision=revision or self.revision + 1, partitions=tuple(partitions)
+            self,
+            revision=revision or self.revision + 1,
+            partitions=tuple(partitions),
+            command=command,
         )
         changed.check()
         return changed
@@ -218,7 +229,13 @@ class PartitionMap(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
 
     def encode_in_steps(self) -> Generator[None, None, str]:
         """The same, in steps between which others may have their turn."""
-        head = {"bucket": self.bucket, "revision": self.revision, "nodes": self.nodes}
+        head: dict[str, object] = {
+            "bucket": self.bucket,
+            "revision": self.revision,
+            "nodes": self.nodes,
+        }
+        if self.command:
+            head["command"] = self.command
         texts: list[str] = []
         for assignment in self.partitions:
             fields = msgspec.to_builtins(assignment)
@@ -268,6 +285,7 @@ class PartitionMap(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
             revision=texts.revision,
             nodes=texts.nodes,
             partitions=tuple(assignments),
+            command=texts.command,
         )
         yield from partition_map._check_in_steps()
         return partition_map
@@ -296,6 +314,8 @@ class PartitionMap(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
             raise PartitionMapError(f"{self.bucket!r} is not a bucket's name")
         if not 1 <= self.revision <= REVISION_MAX:
             raise PartitionMapError(f"a revision is 1 to {REVISION_MAX}, not {self.revision}")
+        if self.command:
+            _check_name("command", self.command)
         if not 1 <= len(self.nodes) <= NODES_MAX:
             raise PartitionMapError(f"a map names 1 to {NODES_MAX} nodes, not {len(self.nodes)}")
         _check_partition_count(len(self.partitions))
@@ -347,12 +367,16 @@ def _is_host(host: str) -> bool:
     return not _NO_NAME.search(normalize("NFKC", host))
 
 
-def _check_node(name: str, address: str) -> None:
+def _check_name(owner: str, name: str) -> None:
     if not NODE_NAME.fullmatch(name):
         raise PartitionMapError(
-            f"{name!r} is not a node's name: use 1 to 100 letters, digits, dots, underscores or "
+            f"{name!r} is not a {owner}'s name: use 1 to 100 letters, digits, dots, underscores or "
             "hyphens"
         )
+
+
+def _check_node(name: str, address: str) -> None:
+    _check_name("node", name)
     host, _, port = address.rpartition(":")
     if (
         not 1 <= len(host) <= HOST_CHARACTERS_MAX

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -314,6 +315,36 @@ async def test_a_replica_is_not_added_if_the_active_does_not_answer() -> None:
         group.proxies["a"].heal()
         await group.add_replica("c")
         assert "c" in group.map("a").nodes
+
+
+async def test_waiting_for_a_replica_ends_if_it_is_removed() -> None:
+    partitions = [PartitionId(1), PartitionId(2)]
+    async with running_servers("abc") as group:
+        await group.stop("b")
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(partial(remove_replicas, group.operator(), "b", partitions=[2]))
+            with (
+                trio.fail_after(20),
+                pytest.raises(NotDoneError, match="b is no longer a replica of partition 2: ano"),
+            ):
+                await wait_caught_up(group.operator("c"), "b", partitions, ReplicaLag())
+
+
+async def test_waiting_for_a_replica_goes_on_with_another_active() -> None:
+    async with running_servers("abc") as group:
+        await group.stop("c")
+        await group.set("a", {"k": "v"})
+        async with trio.open_nursery() as nursery:
+            lag = ReplicaLag()
+            nursery.start_soon(wait_caught_up, group.operator("b"), "c", [PartitionId(0)], lag)
+            await group.until(lambda: bool(lag.failure))
+            await group.stop("a")
+            await fail_over(group.operator("b"), all_of="a", acknowledged=2)
+            await group.start("c")
+            nursery.cancel_scope.deadline = trio.current_time() + 20
+        assert not nursery.cancel_scope.cancelled_caught
+        assert not lag.failure
+        assert highs(group, "b") == highs(group, "c")
 
 
 async def test_waiting_for_a_replica_says_that_its_active_has_lost_the_bucket() -> None:

@@ -93,6 +93,11 @@ async def test_impossible_takeovers_are_refused() -> None:
         await group.stop("a")
         with pytest.raises(NotDoneError, match="if it is gone, use `upr failover`"):
             await take_over(group.operator("b"), to="b", all_of="a")
+        # No other node confirms its map.
+        await group.stop("b")
+        await group.start("a")
+        with pytest.raises(NotDoneError, match="a is pending for partition 0, but active in the"):
+            await take_over(operator, to="a", all_of="a")
 
 
 async def test_of_two_takeovers_at_the_same_time_one_fails(

@@ -29,9 +29,14 @@ PENDING, DEAD = PartitionState.PENDING, PartitionState.DEAD
 
 
 def map_of(
-    *partitions: Assignment, revision: int = 1, nodes: dict[str, str] = NODES
+    *partitions: Assignment,
+    revision: int = 1,
+    nodes: dict[str, str] = NODES,
+    command: str = "",
 ) -> PartitionMap:
-    return PartitionMap(bucket="b", revision=revision, nodes=nodes, partitions=partitions)
+    return PartitionMap(
+        bucket="b", revision=revision, nodes=nodes, partitions=partitions, command=command
+    )
 
 
 @st.composite
@@ -60,9 +65,10 @@ def assignments(draw: st.DrawFn) -> Assignment:
 
 
 MAPS = st.builds(
-    lambda revision, partitions: map_of(*partitions, revision=revision),
+    lambda revision, partitions, command: map_of(*partitions, revision=revision, command=command),
     st.integers(1, 2**53 - 1),
     st.lists(assignments(), min_size=1, max_size=8),
+    st.sampled_from(["", "0", "0123456789abcdef", "a" * 100]),
 )
 
 
@@ -153,6 +159,8 @@ def test_a_document_of_more_than_a_map_can_have_is_not_parsed(nonsense: str) -> 
         ({"nodes": {"x" * 101: "h:1"}}, "is not a node's name"),
         ({"nodes": {"a": "h"}}, "not HOST:PORT"),
         ({"nodes": {"a": ":1"}}, "not HOST:PORT"),
+        ({"command": "a b"}, "'a b' is not a command's name"),
+        ({"command": "a" * 101}, "is not a command's name"),
         ({"nodes": {"a": "h:"}}, "not HOST:PORT"),
         ({"nodes": {"a": "h:0"}}, "not HOST:PORT"),
         ({"nodes": {"a": "h:65536"}}, "not HOST:PORT"),

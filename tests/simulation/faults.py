@@ -196,6 +196,17 @@ class Faults:
         await trio.sleep(self.draw.choice((0.0, 0.5, 2.0)))
         await self.start(node)
 
+    async def _fail_over_twice(self) -> None:
+        """Two operators replace a node at the same time, each by another one."""
+        node = self.leader()
+        await self.kill(node)
+        async with trio.open_nursery() as nursery:
+            for name in self.nodes:
+                if name != node.name:
+                    nursery.start_soon(partial(self.operator.fail_over, node.name, to=name))
+        await trio.sleep(self.draw.choice((0.0, 0.5, 2.0)))
+        await self.start(node)
+
     async def _take_over(self) -> None:
         source = self.leader()
         to = self.draw.choice([name for name in self.nodes if name != source.name])
@@ -476,6 +487,7 @@ class Faults:
 
 FAULTS: Final[dict[str, Callable[[Faults], Awaitable[None]]]] = {
     "fail_over": Faults._fail_over,
+    "fail_over_twice": Faults._fail_over_twice,
     "take_over": Faults._take_over,
     "take_over_amid_trouble": Faults._take_over_amid_trouble,
     "wrong": Faults._wrong,

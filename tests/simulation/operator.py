@@ -53,8 +53,13 @@ class SimulatedOperator:
         self._network = network
         self._history = history
         self._chance = chance
+        self._commands = 0
         self.failovers = 0
         self.refused = 0
+
+    def _draw_command(self) -> str:
+        self._commands += 1
+        return f"command-{self._commands}"
 
     def _say(self, sentence: str) -> None:
         self._history.add(Said(HOST, sentence))
@@ -66,6 +71,7 @@ class SimulatedOperator:
             identity="operator:simulated",
             on_progress=self._say,
             dial=partial(self._network.dial, HOST),
+            draw_command=self._draw_command,
         )
 
     async def begin(

@@ -243,6 +243,13 @@ LAGGING_REPLICAS: Final = Profile(
 )
 """The active node is killed while a replica lags."""
 
+COMPETING_FAILOVERS: Final = Profile(
+    "competing_failovers",
+    {"fail_over_twice": 1.0},
+    settings={"faults": (1,)},
+)
+"""Two operators replace a node at the same time, each by another one."""
+
 LOST_ANSWERS: Final = Profile(
     "lost_answers",
     {"lose_answers": 1.0},
@@ -320,6 +327,7 @@ PROFILES: Final = {
         ROTTEN_DISKS,
         DIVERGED,
         LAGGING_REPLICAS,
+        COMPETING_FAILOVERS,
         LOST_ANSWERS,
         REPEATED_TASKS,
         RESTARTED_LEADERS,

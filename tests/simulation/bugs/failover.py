@@ -9,7 +9,9 @@ import trio
 
 from tests.simulation.bugs.patch import replaced
 from tests.simulation.bugs.planted_bug import planted
+from tests.simulation.operator import SimulatedOperator
 from tests.simulation.profiles import (
+    COMPETING_FAILOVERS,
     DIVERGED,
     HANDOVERS,
     MOVING_COPIES,
@@ -45,6 +47,17 @@ def omit_failover_entry() -> Iterator[None]:
         return partition.failover_log
 
     with replaced(roles, "failover_log_in", same_log):
+        yield
+
+
+@planted(COMPETING_FAILOVERS)
+def name_no_commands() -> Iterator[None]:
+    """Two failovers at the same time have one fence, and each makes another node active."""
+
+    def no_name(self: SimulatedOperator) -> str:
+        return ""
+
+    with replaced(SimulatedOperator, "_draw_command", no_name):
         yield
 
 
@@ -221,6 +234,7 @@ BUGS: Final = (
     hand_over_after_crash,
     trust_fenced_node,
     omit_failover_entry,
+    name_no_commands,
     reuse_history_ids,
     promote_highest_seq,
     promote_refilling_replica,

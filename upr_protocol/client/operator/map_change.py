@@ -31,6 +31,7 @@ class MapChange:
     ) -> None:
         self._base_map = survey.require_map()
         self.revision = first_revision(self._base_map.revision)
+        self._command = operator.draw_command()
         self.operator = operator
         self.survey = survey
         self.assignments: dict[PartitionId, Assignment] = {
@@ -41,7 +42,7 @@ class MapChange:
 
     def next_map(self, assignments: Mapping[PartitionId, Assignment]) -> PartitionMap:
         """The map at first, with these assignments and the next revision."""
-        new_map = self._base_map.with_assignments(assignments, self.revision)
+        new_map = self._base_map.with_assignments(assignments, self.revision, self._command)
         self.revision += 1
         return new_map
 

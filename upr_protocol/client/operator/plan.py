@@ -89,15 +89,11 @@ def active_assignment(
     )
 
 
-def handover_assignment(assignment: Assignment, target: str) -> Assignment:
-    """The active node takes no more writes, and the replicas still follow it: `target` by its name,
-    the others as before."""
-    # Two takeovers at the same time give their maps the same revisions. If their targets differ,
-    # so do these maps, and the active node takes only one of them. Otherwise both targets would go
-    # on in one history.
+def handover_assignment(assignment: Assignment) -> Assignment:
+    """The active node takes no more writes, and the replicas still follow it."""
     active = last_active_of(assignment)
     return Assignment(
-        replicas={**_followers(assignment, active), target: active},
+        replicas=_followers(assignment, active),
         handing_over=active,
         failover_revision=assignment.failover_revision,
         promotion_point=assignment.promotion_point,

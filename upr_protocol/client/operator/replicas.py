@@ -20,7 +20,13 @@ from upr_protocol.client.operator.plan import (
 )
 from upr_protocol.client.operator.survey import NodeReport, Operator, Survey
 from upr_protocol.ids import PartitionId
-from upr_protocol.partition_map import NODE_NAME, Assignment, PartitionMap, PartitionMapError
+from upr_protocol.partition_map import (
+    NODE_NAME,
+    Assignment,
+    PartitionMap,
+    PartitionMapError,
+    newest_map,
+)
 
 _POLL_S: Final = 0.2
 
@@ -298,45 +304,66 @@ async def wait_caught_up(
 
     Raises:
         BrokenError: No node at the operator's address answers.
+        NotDoneError: Another command has removed the replica.
     """
     partition_ids = list(partitions)
     survey = await operator.survey()
+    newest = survey.require_map()
     addresses = {name: report.address for name, report in survey.nodes.items()}
-    base = survey.require_map()
     while True:
-        names = {last_active_of(base.partitions[partition]) for partition in partition_ids}
+        _check_not_removed(newest, node, partition_ids)
+        names = {last_active_of(newest.partitions[partition]) for partition in partition_ids}
         names -= {"", node}
         # The actives first: a replica that has what they had a moment ago has caught up.
-        actives = await operator.node_reports({name: addresses[name] for name in names})
-        replica = (await operator.node_reports({node: addresses[node]}))[node]
-        _measure(lag, base, partition_ids, actives, replica)
+        reports = await operator.node_reports({name: addresses[name] for name in names})
+        reports |= await operator.node_reports({node: addresses[node]})
+        _measure(lag, newest, partition_ids, node, reports)
         if not lag.partitions and not lag.failure:
             return
+        maps = [report.map for report in reports.values() if report.map is not None]
+        newest = newest_map([newest, *maps]) or newest
+        for name, host_port in newest.nodes.items():
+            addresses.setdefault(name, operator.address.of_node(host_port))
         await trio.sleep(_POLL_S)
+
+
+def _check_not_removed(
+    partition_map: PartitionMap, node: str, partitions: Iterable[PartitionId]
+) -> None:
+    removed_partitions = [
+        partition
+        for partition in partitions
+        if node not in partition_map.partitions[partition].holders()
+    ]
+    if removed_partitions:
+        raise NotDoneError(
+            f"{node} is no longer a replica of {partitions_text(removed_partitions)}: another "
+            "command has removed it"
+        )
 
 
 def _measure(
     lag: ReplicaLag,
-    base: PartitionMap,
+    partition_map: PartitionMap,
     partitions: list[PartitionId],
-    actives: Mapping[str, NodeReport],
-    replica: NodeReport,
+    node: str,
+    reports: Mapping[str, NodeReport],
 ) -> None:
     """Updates `lag`."""
     failures = [
-        node.failure or f"node {node.name} does not have the bucket"
-        for node in (replica, *actives.values())
-        if node.failure or len(node.partitions) != len(base.partitions)
+        report.failure or f"node {name} does not have the bucket"
+        for name, report in sorted(reports.items(), key=lambda item: item[0] != node)
+        if report.failure or len(report.partitions) != len(partition_map.partitions)
     ]
     lag.failure = failures[0] if failures else ""
     if failures:
         return
     lag.changes = lag.partitions = 0
     for partition in partitions:
-        report = actives.get(last_active_of(base.partitions[partition]))
+        report = reports.get(last_active_of(partition_map.partitions[partition]))
         if report is None:
             continue
-        active, copy = report.partitions[partition], replica.partitions[partition]
+        active, copy = report.partitions[partition], reports[node].partitions[partition]
         shares_history = active.log == copy.log
         changes = max(0, active.high_seq - (copy.high_seq if shares_history else 0))
         lag.changes += changes

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractAsyncContextManager
 from typing import Final
@@ -124,6 +125,10 @@ def _ignore(_: str) -> None:
     pass
 
 
+def _draw_command() -> str:
+    return secrets.token_hex(8)
+
+
 @attrs.frozen
 class Operator:
     """How commands reach the nodes of a bucket, and where they report progress.
@@ -134,6 +139,8 @@ class Operator:
         on_progress: Called with a sentence for each step that was done.
         ask_timeout_s: How long a node may take to answer.
         apply_timeout_s: How long it may take to apply a map.
+        draw_command: Gives a name that no other command has, for the maps of a takeover or a
+            failover.
     """
 
     address: Address
@@ -142,6 +149,7 @@ class Operator:
     ask_timeout_s: float = NODE_ANSWER_TIMEOUT_S
     apply_timeout_s: float = MAP_APPLY_TIMEOUT_S
     dial: Dial = dial_tcp
+    draw_command: Callable[[], str] = _draw_command
 
     def connect(self, address: Address) -> AbstractAsyncContextManager[Client]:
         """A client of just this node, whatever the map says."""

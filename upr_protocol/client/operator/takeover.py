@@ -90,11 +90,14 @@ async def take_over(
     survey = await operator.survey()
     base = survey.require_map()
     partitions_of: dict[str, list[PartitionId]] = {}
-    for partition in choose_partitions(survey, partitions, all_of):
+    chosen_partitions = choose_partitions(survey, partitions, all_of)
+    for partition in chosen_partitions:
         assignment = base.partitions[partition]
         if assignment.active != to:
             partitions_of.setdefault(last_active_of(assignment), []).append(partition)
     if not partitions_of:
+        for partition in chosen_partitions:
+            _check_is_active(survey, to, partition)
         raise NotDoneError(f"{to} is already active for all of them; nothing to do")
     newest = base
     for index, (source, its_partitions) in enumerate(partitions_of.items()):
@@ -103,6 +106,18 @@ async def take_over(
         takeover = _Takeover(operator, survey, source, to, its_partitions)
         newest = await takeover.run(timeouts or TakeoverTimeouts())
     return newest
+
+
+def _check_is_active(survey: Survey, node: str, partition: PartitionId) -> None:
+    """Raises `NotDoneError` if a node is not what the map says of it."""
+    survey.require_answer(node)
+    state = survey.nodes[node].state_of(partition)
+    if state is not PartitionState.ACTIVE:
+        raise NotDoneError(
+            f"{node} is {state.name.lower()} for partition {partition}, but active in the map. If "
+            "it was stopped cleanly, repeat this once another node has confirmed its map; if it "
+            "was killed, use `upr failover`"
+        )
 
 
 class _Takeover:
@@ -175,13 +190,8 @@ class _Takeover:
             )
         survey.require_answer(target)
         for partition, assignment in assignments.items():
-            state = survey.nodes[source].state_of(partition)
-            if assignment.active and state is not PartitionState.ACTIVE:
-                raise NotDoneError(
-                    f"{source} is {state.name.lower()} for partition {partition}, but active in "
-                    "the map. If it was stopped cleanly, repeat this once another node has "
-                    "confirmed its map; if it was killed, use `upr failover`"
-                )
+            if assignment.active:
+                _check_is_active(survey, source, partition)
 
     # 1. The target is close.
 
@@ -232,7 +242,7 @@ class _Takeover:
 
     async def _hand_over(self) -> PartitionMap:
         handover_map = self._change.next_map(
-            {n: handover_assignment(a, self._target) for n, a in self._change.assignments.items()}
+            {n: handover_assignment(a) for n, a in self._change.assignments.items()}
         )
         try:
             await self._publisher.publish(self._source, handover_map)
