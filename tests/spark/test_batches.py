@@ -563,7 +563,26 @@ def test_numbers_out_of_range_and_times() -> None:
     assert (rows.column("expiry").to_pylist(), bad) == ([86400], [])
 
 
-# Options.
+@pytest.mark.parametrize(
+    ("kind", "numbers", "seconds"),
+    [
+        (pa.timestamp("us"), [-(2**63), -1, 0, 2**32 * 10**6 - 1, 2**63 - 1], [0, 2**32 - 1]),
+        (UTC_TIME, [-(2**63), -1, 0, 2**32 * 10**6 - 1, 2**63 - 1], [0, 2**32 - 1]),
+        (pa.date32(), [-(2**31), -1, 0, 49710, 2**31 - 1], [0, 49710 * 86400]),
+    ],
+)
+def test_an_expiry_time_out_of_range_rejects_its_row_alone(
+    kind: pa.DataType, numbers: list[int], seconds: list[int]
+) -> None:
+    width = pa.int32() if kind == pa.date32() else pa.int64()
+    times = pa.array(numbers, width).cast(kind)
+    write_options = options("key string, value string, e date", expiryColumn="e")
+    batch = pa.record_batch({"key": list("abcde"), "value": list("12345"), "e": times})
+    rows, bad = encode(batch, write_options)
+    assert rows.column("expiry").to_pylist() == seconds
+    assert [(row.key, row.reason.split()[0]) for row in bad] == [
+        (key, "expiry") for key in (b"a", b"b", b"e")
+    ]
 
 
 def test_an_expiry_time_in_an_hour_that_comes_twice() -> None:
@@ -576,6 +595,9 @@ def test_an_expiry_time_in_an_hour_that_comes_twice() -> None:
     batch = pa.record_batch({**columns, "e": times.cast(pa.timestamp("us", "Europe/Berlin"))})
     rows, bad = encode(batch, write_options)
     assert (rows.column("expiry").to_pylist(), bad) == (seconds, [])
+
+
+# Options.
 
 
 def test_options_as_they_are_by_default() -> None:

@@ -37,6 +37,10 @@ _COUNTS: Final = (Operation.INCREMENT, Operation.DECREMENT)
 ROW_BYTES: Final = 256
 """What a rejected row takes in memory beside its key and value, about."""
 
+_DAY_S: Final = 24 * 3600
+_SECOND_US: Final = 1_000_000
+"""Spark's timestamps are microseconds, whatever their time zone; its dates are days."""
+
 _U32_MAX: Final = (1 << 32) - 1
 _U64_MAX: Final = (1 << 64) - 1
 
@@ -250,14 +254,15 @@ def _with_deltas(values: pa.Array, operations: NDArray[np.uint8], problems: _Pro
 
 def _numbers(column: pa.Array, name: str, limit: int, problems: _Problems) -> NDArray[np.int64]:
     """A column of whole numbers, or of times as seconds since 1970; 0 where it is null."""
-    if pa.types.is_date(column.type):
-        column = column.cast(pa.timestamp("s"))
-    if pa.types.is_timestamp(column.type):
-        if column.type.tz is not None:
-            # In the session's time zone an hour may come twice, and Arrow refuses that.
-            column = column.cast(pa.timestamp(column.type.unit, "UTC"))
-        column = pc.floor_temporal(column, unit="second").cast(pa.timestamp("s", column.type.tz))
+    kind = column.type
+    if pa.types.is_date(kind):
+        column = column.cast(pa.int32())
     numbers: NDArray[np.int64] = column.cast(pa.int64()).fill_null(0).to_numpy().copy()
+    # Not by functions of Arrow for times: none takes all of Spark's.
+    if pa.types.is_date(kind):
+        numbers *= _DAY_S
+    elif pa.types.is_timestamp(kind):
+        numbers //= _SECOND_US
     wrong = numbers < 0
     if limit == _U32_MAX:
         wrong |= numbers > limit
