@@ -70,15 +70,18 @@ class Consumer {
       check(message.seq === position.highest_received, `the stream goes on at ${message.seq}, not at ${position.highest_received}`)
       if (position.highest_received === position.partial_end) Object.assign(position, { last_complete: position.highest_received, ...NO_PARTIAL })
       position.log = message.log
-      this.streams.set(partition, { at: message.seq, end: 0n, history: 0n })
+      this.streams.set(partition, { at: message.seq, end: position.partial_end, history: 0n })
       this.copy.accepted?.(partition, position)
     } else if (name === 'PartitionStart') {
-      check(message.start === stream.at, `a snapshot begins at ${message.start}, not at ${stream.at}`)
+      check(message.start === stream.at && message.end >= stream.end, `a snapshot (${message.start}, ${message.end}] comes at ${stream.at}, and is to end at ${stream.end} or above`)
       Object.assign(stream, { history: message.history_id, end: message.end })
     } else if (name === 'PartitionChunk' || name === 'PartitionSnapshot') {
       const { chunk } = message
       wire.checkStored(chunk)
-      if (name === 'PartitionSnapshot') stream.end = chunk.end
+      if (name === 'PartitionSnapshot') {
+        check(stream.history && chunk.end >= stream.end, `a snapshot of history ${stream.history} ends at ${chunk.end}, and not at ${stream.end} or above`)
+        stream.end = chunk.end
+      }
       check(chunk.start === stream.at && chunk.end <= stream.end, `a chunk of (${chunk.start}, ${chunk.end}] comes at ${stream.at}`)
       stream.at = position.highest_received = chunk.end
       Object.assign(position, { partial_history: stream.history, partial_start: position.last_complete, partial_end: stream.end })

@@ -24,3 +24,26 @@ test('a rollback to what the copy has not reached is refused', async () => {
     await assert.rejects(consumer._start(connection, 0), { code: 'MALFORMED' })
   }
 })
+
+const chunk = (start, end) => ({ chunk: { start, end, rows: [] } })
+const messages = {
+  'a snapshot that was cut, and ends before it was to end': [{ message: 'PartitionStart', start: 5n, end: 7n, history_id: 1n }],
+  'a second start whose snapshot ends before the first': [
+    { message: 'PartitionStart', start: 5n, end: 9n, history_id: 1n }, { message: 'PartitionStart', start: 5n, end: 8n, history_id: 1n }
+  ],
+  'a whole snapshot of no history': [{ message: 'PartitionSnapshot', ...chunk(5n, 9n) }],
+  'a whole snapshot that ends before it was to end': [
+    { message: 'PartitionStart', start: 5n, end: 8n, history_id: 1n }, { message: 'PartitionSnapshot', ...chunk(5n, 7n) }
+  ]
+}
+
+for (const [name, sent] of Object.entries(messages)) {
+  test(`${name} is refused`, () => {
+    const partial = { last_complete: 4n, highest_received: 5n, partial_history: 1n, partial_start: 4n, partial_end: 8n }
+    const consumer = new Consumer({ copy: { apply () {} }, positions: new Map([[0, { ...nothingYet(), ...partial }]]) })
+    consumer.take({ message: 'StreamReply', partition: 0, status: 0, seq: 5n, log: { entries: [] } })
+    for (const message of sent.slice(0, -1)) consumer.take({ partition: 0, ...message })
+    assert.throws(() => consumer.take({ partition: 0, ...sent.at(-1) }), { code: 'MALFORMED' })
+    assert.equal(consumer.positions.get(0).last_complete, 4n)
+  })
+}
