@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from collections import defaultdict
 from collections.abc import Awaitable, Callable
 from functools import partial
@@ -220,6 +221,16 @@ async def test_connecting_to_a_closed_port_fails(net: FakeNet, autojump_clock: M
     net.down = True
     with pytest.raises(BrokenError, match="cannot connect to upr://fake:12000/b"):
         async with connect(URL, dial=net.dial):
+            pass
+
+
+async def test_a_host_that_is_not_known_is_said_in_words(autojump_clock: MockClock) -> None:
+    async def dial(address: object) -> trio.abc.Stream:
+        await trio.lowlevel.checkpoint()
+        raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+
+    with pytest.raises(BrokenError, match=r"/b: Name or service not known$"):
+        async with connect(URL, dial=dial):
             pass
 
 

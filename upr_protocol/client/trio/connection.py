@@ -355,7 +355,8 @@ def _reason(error: Exception) -> str:
         cause = cause.exceptions[0]
     if isinstance(cause, OSError) and cause.errno:
         return os.strerror(cause.errno)
-    return str(error)
+    # The text of an error of the system begins with a number in brackets.
+    return getattr(error, "strerror", None) or str(error)
 
 
 async def _encrypted(stream: trio.abc.Stream, tls: TlsSettings, server_name: str) -> TlsStream:
