@@ -74,8 +74,8 @@ class FileStore:
         replace_file(self.path, state.encode())
 
     async def load(self) -> ResumeState | None:
-        """`load_now` in a thread."""
-        return await trio.to_thread.run_sync(self.load_now)
+        """`load_now` in a thread, which a cancelled call leaves to itself."""
+        return await trio.to_thread.run_sync(self.load_now, abandon_on_cancel=True)
 
     async def save(self, state: ResumeState) -> None:
         """`save_now` in a thread."""

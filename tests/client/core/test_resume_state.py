@@ -292,6 +292,19 @@ def test_the_error_of_a_full_disk_names_the_file(
         store.save_now(ResumeState("b"))
 
 
+async def test_a_file_that_cannot_be_read_for_now_does_not_hold_up_who_stops(
+    tmp_path: Path, autojump_clock: MockClock
+) -> None:
+    """As a file on a server that is away, or a pipe that nobody writes to."""
+    path = tmp_path / "resume.json"
+    os.mkfifo(path)
+    with trio.move_on_after(1) as scope:
+        await FileStore(path).load()
+    assert scope.cancelled_caught
+    with path.open("wb"):
+        pass  # ends the thread
+
+
 async def test_a_file_is_read_and_written_by_the_consumer(
     net: FakeNet, server: FakeServer, tmp_path: Path
 ) -> None:
