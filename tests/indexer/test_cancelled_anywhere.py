@@ -81,7 +81,7 @@ from upr_server.indexer.remote_slice import RemoteSlice
 from upr_server.indexer.replicated_slice import ReplicatedSlice
 from upr_server.indexer.scanner import Scanner
 from upr_server.indexer.server_progress import ServerProgress
-from upr_server.indexer.short_scan import VALUES_MAX, selection_of
+from upr_server.indexer.short_scan import VALUES_MAX, check_query, selection_of
 from upr_server.indexer.slice import Slice
 from upr_server.indexer.slice_link import LinkedSlice
 from upr_server.indexer.slice_scanner import SliceScanner
@@ -203,6 +203,7 @@ async def wait_until_applied(part: Slice) -> None:
 
 QUESTIONS: Final[dict[Function, Callable[[Indexer, int], Awaitable[object]]]] = {
     Scanner.status: lambda indexer, _: indexer.scanner.status(name_of("d/city")),
+    check_query: lambda *_: check_query(Query(prefix=[[0] * (VALUES_MAX + 1)])),
     selection_of: lambda *_: selection_of(Query(prefix=[[0] * (VALUES_MAX + 1)]), 1),
     Scanner.statuses: lambda indexer, _: indexer.scanner.statuses(),
     ServerProgress.seqs: lambda indexer, _: indexer.server_progress.seqs(),

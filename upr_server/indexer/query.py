@@ -205,10 +205,15 @@ class Query(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
                 if bound is not None:
                     yield f"{place}{end}.key", bound.key
 
-    @property
-    def key_values(self) -> int:
-        """How many values its bounds have, the elements of their arrays included. O(values)."""
-        return sum(_size_of(key, KEY_SIZE_MAX)[0] for _, key in self._keys())
+    def has_more_values_than(self, count: int) -> bool:
+        """Whether its bounds have more values, the elements of their arrays included. O(count +
+        keys without values)."""
+        total = 0
+        for _, key in self._keys():
+            total += _size_of(key, KEY_SIZE_MAX)[0]
+            if total > count:
+                return True
+        return False
 
     @property
     def is_summary(self) -> bool:

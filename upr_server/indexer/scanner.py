@@ -21,7 +21,7 @@ from upr_server.indexer.pool import ANSWER_BYTES_MAX, SCAN_OVERHEAD_BYTES, Memor
 from upr_server.indexer.pure.definition import IndexDefinition, IndexName
 from upr_server.indexer.query import Query
 from upr_server.indexer.server_progress import ServerProgress
-from upr_server.indexer.short_scan import has_many_values, selection_of
+from upr_server.indexer.short_scan import check_query, has_many_values, selection_of
 from upr_server.indexer.slice_scanner import BuildingError
 from upr_server.indexer.slices import (
     IndexState,
@@ -173,7 +173,7 @@ class Scanner:
             SliceMissingError: A slice does not answer.
         """
         definition = self._designs.find(name)
-        query.check()
+        await check_query(query)
         await selection_of(query, len(definition.key))
         query.required_writes()
         with self._pool.reserve_for_scan() as reservation:
