@@ -223,15 +223,15 @@ async def test_a_copy_that_is_damaged_inside_says_that_it_must_be_made_anew(
     net: FakeNet, server: FakeServer, tmp_path: Path, autojump_clock: MockClock
 ) -> None:
     """To start again, as after a full disk, would meet the same damage for ever."""
-    for index in range(2000):
-        server.put(b"%d" % index, bytes(100))
+    for index in range(300):
+        server.put(b"%d" % index, bytes(500))
     async with keep_local_copy(URL, tmp_path, dial=net.dial) as copy:
         await until_completed(copy)
     path = tmp_path / "map.sqlite"
     with path.open("r+b") as file:
         file.seek(16 * 4096)  # behind the schema and the positions
         file.write(b"?" * (path.stat().st_size - file.tell()))
-    for index in range(2000):
+    for index in range(300):
         server.put(b"%d" % index, b"new")
     with pytest.raises(LocalCopyError, match="is malformed; name another directory"):
         async with keep_local_copy(URL, tmp_path, dial=net.dial) as copy:
