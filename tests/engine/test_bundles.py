@@ -13,6 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from tests.engine.model import Model, check_result, contents
 from tests.engine.strategies import SIZES, SOME_KEYS, VALUES, requests
+from tests.kit.effort import effort
 from tests.kit.placed_keys import key_in
 from upr_protocol.chunk import Bundle, BundleRun, Chunk, Mutation
 from upr_protocol.errors import Status
@@ -210,7 +211,7 @@ def test_runs_taken_in_together_wait_for_no_stale_expiry_times() -> None:
 
 TestBundles = Bundles.TestCase
 TestBundles.settings = settings(
-    max_examples=100,
+    max_examples=effort(50, 100),
     stateful_step_count=20,
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],

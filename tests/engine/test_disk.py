@@ -43,7 +43,7 @@ from upr_server.engine.partition import EXPIRE_MAX
 from upr_server.engine.publisher_answers import BATCHES_MAX
 
 PROFILE: Final = settings(
-    max_examples=200,
+    max_examples=effort(100, 200),
     stateful_step_count=50,
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],

@@ -15,6 +15,7 @@ from tests.engine.helpers import NOW, get_item, new_partition, put, request, sen
 from tests.engine.model import Model, Reader, check_result, contents
 from tests.engine.strategies import SOME_KEYS, VALUES, requests
 from tests.kit.calls import calls_of
+from tests.kit.effort import effort
 from tests.kit.reference_cycles import no_collections
 from upr_protocol.chunk import LARGE_BYTES, Chunk, CounterDelta, Mutation, chunk_of_plain_sets
 from upr_protocol.errors import Status
@@ -152,7 +153,7 @@ class SlicedBatches(RuleBasedStateMachine):
 
 TestSlicedBatches = SlicedBatches.TestCase
 TestSlicedBatches.settings = settings(
-    max_examples=150,
+    max_examples=effort(75, 150),
     stateful_step_count=40,
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],

@@ -9,6 +9,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
+from tests.kit.effort import effort
 from upr_server.engine.expiry import CLEAN_MIN, RUN_CLEAN_MAX, STALE_MAX, ExpiryIndex
 from upr_server.engine.hash_table import HashTable
 from upr_server.engine.memory_account import MemoryAccount
@@ -111,7 +112,7 @@ class IndexMachine(RuleBasedStateMachine):
 
 
 TestIndex = IndexMachine.TestCase
-TestIndex.settings = settings(max_examples=200, stateful_step_count=40, deadline=None)
+TestIndex.settings = settings(max_examples=effort(100, 200), stateful_step_count=40, deadline=None)
 
 
 class _CountingTable:

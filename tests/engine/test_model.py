@@ -12,12 +12,13 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from tests.engine.helpers import get_item
 from tests.engine.model import Model, Reader, check_result, contents
 from tests.engine.strategies import EXPIRIES, KEYS, SIZES, SOME_KEYS, VALUES, requests
+from tests.kit.effort import effort
 from upr_protocol.chunk import Chunk, Mutation, chunk_of_plain_sets
 from upr_protocol.ids import Cas, HistoryId, Operation, SeqNo
 from upr_server.engine import Bucket, batch_of
 
 PROFILE: Final = settings(
-    max_examples=100,
+    max_examples=effort(50, 100),
     stateful_step_count=40,
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],

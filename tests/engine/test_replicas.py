@@ -13,6 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from tests.kit.answer_rows import unpack_rows
 from tests.kit.answer_tokens import tokens_above
+from tests.kit.effort import effort
 from upr_protocol.chunk import Chunk, Mutation
 from upr_protocol.errors import Status
 from upr_protocol.failover import FailoverLog
@@ -664,7 +665,7 @@ class Replicated(RuleBasedStateMachine):
 
 
 TestReplicated = Replicated.TestCase
-TestReplicated.settings = settings(max_examples=60, stateful_step_count=40)
+TestReplicated.settings = settings(max_examples=effort(30, 60), stateful_step_count=40)
 
 
 class Followed(RuleBasedStateMachine):
@@ -802,7 +803,7 @@ class Followed(RuleBasedStateMachine):
 
 
 TestFollowed = Followed.TestCase
-TestFollowed.settings = settings(max_examples=100, stateful_step_count=40)
+TestFollowed.settings = settings(max_examples=effort(50, 100), stateful_step_count=40)
 
 
 @settings(max_examples=200)

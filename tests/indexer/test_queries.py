@@ -19,6 +19,7 @@ from tests.indexer.brute_force import Row, expected_answer, index_rows
 from tests.indexer.counted_reads import counted_reads
 from tests.indexer.kit import source_of
 from tests.indexer.test_index_file import batch, whole
+from tests.kit.effort import effort
 from upr_protocol.ids import PartitionId
 from upr_server.indexer import query as query_module
 from upr_server.indexer import short_scan
@@ -167,7 +168,7 @@ def all_rows(
             return rows
 
 
-@settings(max_examples=300)
+@settings(max_examples=effort(150, 300))
 @given(
     DEFINITIONS,
     CONTENTS,

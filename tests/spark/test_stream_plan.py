@@ -18,6 +18,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from pyspark.sql.streaming.datasource import ReadAllAvailable, ReadMaxBytes, ReadMaxRows
 from pyspark.sql.types import StructField, StructType
 
+from tests.kit.effort import effort
 from tests.spark.model_driver_client import BYTES_A_ROW, ModelDriverClient
 from upr_protocol.client import HeldLease, PartitionInfo, PartitionNumbers
 from upr_protocol.errors import ServerError, Status
@@ -387,7 +388,7 @@ class WithRewinds(WithFailovers):
         partition.purge = max(partition.purge, partition.persisted - back)
 
 
-PROFILE: Final = settings(max_examples=150, stateful_step_count=40, deadline=None)
+PROFILE: Final = settings(max_examples=effort(75, 150), stateful_step_count=40, deadline=None)
 TestQuery = Query.TestCase
 TestQuery.settings = PROFILE
 TestWithLimits = WithLimits.TestCase

@@ -11,6 +11,7 @@ from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from tests.kit.effort import effort
 from tests.storage.log_model import Model, chunk_of, read, record_of, row
 from upr_protocol.chunk import Mutation
 from upr_protocol.ids import Operation
@@ -25,7 +26,7 @@ from upr_server.storage.records import BucketRecord, LeaseRecord
 from upr_server.storage.simulated_disk import SimulatedDisk
 
 PROFILE: Final = settings(
-    max_examples=150,
+    max_examples=effort(75, 150),
     stateful_step_count=50,
     deadline=None,
     phases=set(Phase) - {Phase.explain},

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from trio.testing import MockClock
 
 from tests.kit.drawn_schedule import DrawnSchedule
+from tests.kit.effort import effort
 from tests.kit.fake_net import FakeNet
 from tests.kit.fake_partition import FakePartition
 from tests.kit.fake_server import FakeServer
@@ -555,7 +556,7 @@ class Schedule(DrawnSchedule):
 
 
 @given(st.integers(0, 2**32), st.booleans())
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=effort(75, 150), deadline=None)
 def test_a_consumer_cut_killed_and_rolled_back_ends_with_the_servers_contents(
     seed: int, failovers: bool
 ) -> None:

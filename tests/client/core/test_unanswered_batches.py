@@ -11,6 +11,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from tests.kit.effort import effort
 from tests.kit.fake_partition import FakePartition
 from tests.kit.reference_cycles import no_collections
 from upr_protocol.chunk import Chunk, CounterDelta, Mutation, chunk_of_plain_sets
@@ -283,7 +284,9 @@ class Machine(RuleBasedStateMachine):
 
 
 TestUnansweredBatches = Machine.TestCase
-TestUnansweredBatches.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)
+TestUnansweredBatches.settings = settings(
+    max_examples=effort(50, 100), stateful_step_count=40, deadline=None
+)
 
 
 class Publishing:

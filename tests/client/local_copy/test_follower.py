@@ -18,6 +18,7 @@ from trio.testing import MockClock
 from tests.kit.branches import Branches
 from tests.kit.consuming import until_completed
 from tests.kit.drawn_schedule import FailoverSchedule
+from tests.kit.effort import effort
 from tests.kit.fake_net import FakeNet
 from tests.kit.fake_server import FakeServer
 from upr_protocol.client import (
@@ -100,7 +101,7 @@ class Schedule(FailoverSchedule):
 
 
 @given(st.integers(0, 2**32))
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=effort(7, 15), deadline=None)
 def test_a_committed_partition_equals_the_servers_state_wherever_it_claims_to(seed: int) -> None:
     with tempfile.TemporaryDirectory() as folder:
         schedule = Schedule(seed, Path(folder))

@@ -22,6 +22,7 @@ from trio.testing import MockClock
 from tests.kit.branches import Branches
 from tests.kit.consuming import fill_one_partition, until_completed
 from tests.kit.drawn_schedule import FailoverSchedule
+from tests.kit.effort import effort
 from tests.kit.fake_net import FakeNet
 from tests.kit.fake_server import FakeServer
 from tests.kit.mirror import apply_mutation
@@ -252,7 +253,7 @@ class Schedule(FailoverSchedule):
 
 
 @given(st.integers(0, 2**32))
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=effort(25, 50), deadline=None)
 def test_at_each_snapshot_end_the_copy_equals_what_the_server_had(
     seed: int,
 ) -> None:

@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from trio.testing import MockClock
 
+from tests.kit.effort import effort
 from tests.kit.fake_net import ENDLESS, FakeNet
 from tests.kit.fake_server import FakeServer
 from tests.kit.steps import counted_steps
@@ -283,7 +284,7 @@ def small_budgets(rng: random.Random, connections: int) -> Iterator[tuple[int, i
 
 
 @given(st.integers(0, 2**32), st.integers(1, 30), st.sampled_from([1, 3, 16]))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=effort(30, 60), deadline=None)
 def test_increments_have_exactly_one_effect_though_connections_are_cut_anywhere(
     seed: int, connections: int, batch_mutations: int
 ) -> None:

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from trio.testing import MockClock
 
 from tests.client.trio.test_consumer import follow, until
+from tests.kit.effort import effort
 from tests.kit.fake_cluster import FakeCluster
 from tests.kit.mirror import Mirror
 from upr_protocol.client import (
@@ -671,7 +672,7 @@ STEPS = st.lists(
 )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=effort(30, 60), deadline=None)
 @given(steps=STEPS, seed=st.integers(0, 1 << 20))
 # `c` refuses a run, is active again, and is sent the next run before the refused one.
 @example(

@@ -9,6 +9,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from tests.kit.effort import effort
 from tests.protocol.session.kit import (
     HISTORY,
     LOG,
@@ -369,5 +370,7 @@ class Conversation(RuleBasedStateMachine):
             assert record.complete == self.high[partition]
 
 
-Conversation.TestCase.settings = settings(max_examples=200, stateful_step_count=60, deadline=None)
+Conversation.TestCase.settings = settings(
+    max_examples=effort(100, 200), stateful_step_count=60, deadline=None
+)
 TestConversation = Conversation.TestCase

@@ -14,6 +14,7 @@ from crc32c import crc32c
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.kit.effort import effort
 from tests.protocol.strategies import U8, U16, U32
 from tests.protocol.wire.strategies import MESSAGES_OF_ANY_KIND
 from upr_kernel import pack_header
@@ -161,7 +162,7 @@ def test_however_the_bytes_come_the_frames_are_the_same(
 
 
 @given(st.lists(MESSAGES_OF_ANY_KIND, min_size=1, max_size=4), st.data())
-@settings(max_examples=200)
+@settings(max_examples=effort(100, 200))
 def test_messages_come_through_whole_bytewise_and_split(
     messages: list[Message], data: st.DataObject
 ) -> None:

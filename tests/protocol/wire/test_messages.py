@@ -166,7 +166,7 @@ def test_messages_that_come_in_numbers_have_struct_code() -> None:
 
 
 @given(MESSAGES_OF_ANY_KIND)
-@settings(max_examples=1_000)
+@settings(max_examples=effort(500, 1_000))
 def test_a_message_comes_back_as_it_was(message: Message) -> None:
     header = Header(message.opcode, message.status, message.partition, message.opaque, 0, 0)
     assert decode(header, padded_body_of(message)) == message
@@ -176,7 +176,7 @@ def test_a_message_comes_back_as_it_was(message: Message) -> None:
 
 
 @given(MESSAGES_OF_ANY_KIND)
-@settings(max_examples=500)
+@settings(max_examples=effort(250, 500))
 def test_a_frame_is_its_header_its_body_and_padding(message: Message) -> None:
     frame = message.frame_buffers()
     whole = b"".join(map(bytes, frame))
