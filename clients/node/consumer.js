@@ -49,7 +49,7 @@ class Consumer {
       const reply = await connection.stream(partition, position, this.endSeqs.get(partition))
       if (reply.status === OK) return
       if (reply.status !== ROLLBACK) throw Object.assign(new Error(`partition ${partition}: status ${reply.status}: ${reply.reason}`), { status: reply.status })
-      if (reply.seq >= position.highest_received) throw new wire.ProtocolError('MALFORMED', `partition ${partition}: a rollback from ${position.highest_received} to ${reply.seq}`)
+      if (position.highest_received && reply.seq >= position.highest_received) throw new wire.ProtocolError('MALFORMED', `partition ${partition}: a rollback from ${position.highest_received} to ${reply.seq}`)
       this.rolledBack(partition, this.copy.rollBack(partition, reply.seq))
     }
   }

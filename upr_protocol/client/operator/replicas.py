@@ -315,8 +315,8 @@ async def wait_caught_up(
         names = {last_active_of(newest.partitions[partition]) for partition in partition_ids}
         names -= {"", node}
         # The actives first: a replica that has what they had a moment ago has caught up.
-        reports = await operator.node_reports({name: addresses[name] for name in names})
-        reports |= await operator.node_reports({node: addresses[node]})
+        actives = await operator.node_reports({name: addresses[name] for name in names})
+        reports = {**await operator.node_reports({node: addresses[node]}), **actives}
         _measure(lag, newest, partition_ids, node, reports)
         if not lag.partitions and not lag.failure:
             return
@@ -349,10 +349,11 @@ def _measure(
     node: str,
     reports: Mapping[str, NodeReport],
 ) -> None:
-    """Updates `lag`."""
+    """Updates `lag`, from the reports of the replica `node`, which comes first, and of the active
+    nodes."""
     failures = [
         report.failure or f"node {name} does not have the bucket"
-        for name, report in sorted(reports.items(), key=lambda item: item[0] != node)
+        for name, report in reports.items()
         if report.failure or len(report.partitions) != len(partition_map.partitions)
     ]
     lag.failure = failures[0] if failures else ""
