@@ -33,13 +33,8 @@ from upr_server.indexer import disk as disk_module
 from upr_server.indexer import worker_process as worker_process_module
 from upr_server.indexer.definitions import index_path
 from upr_server.indexer.disk import Disk
-from upr_server.indexer.index_file import (
-    FREE_BYTES_MIN,
-    DiskFullError,
-    IndexFile,
-    IndexFileError,
-    _errors_of_index,
-)
+from upr_server.indexer.index_file import DiskFullError, IndexFile, IndexFileError
+from upr_server.indexer.index_file.errors import FREE_BYTES_MIN, errors_of_index
 from upr_server.indexer.indexer import STOP_S, Indexer
 from upr_server.indexer.pure.definition import IndexDefinition
 from upr_server.indexer.slice_scanner import BuildingError, NotFreshError
@@ -243,7 +238,7 @@ def test_a_write_that_ends_half_way_has_found_no_room(
     """LMDB calls that an error of input and output, as it calls a broken disk."""
     free = SimpleNamespace(f_bavail=free_bytes, f_frsize=1)
     monkeypatch.setattr(os, "statvfs", lambda _path: free)
-    with pytest.raises(IndexFileError) as failure, _errors_of_index(tmp_path):
+    with pytest.raises(IndexFileError) as failure, errors_of_index(tmp_path):
         raise OSError(number, os.strerror(number))
     assert type(failure.value) is kind
 

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from upr_protocol.chunk import Chunk, Mutation
 from upr_protocol.failover import FailoverLog, PartialSnapshot, Position
 from upr_protocol.ids import HistoryId, Operation, PartitionId, SeqNo
-from upr_server.indexer import document_rows, index_file
+from upr_server.indexer import document_rows
 from upr_server.indexer.document_rows import DocumentRows, RoundChanges
 from upr_server.indexer.entry_reader import EntrySelection, KeyRange
 from upr_server.indexer.index_batch import DocumentChange, IndexBatch
@@ -27,7 +27,9 @@ from upr_server.indexer.index_file import (
     NotSettledError,
     ScanResult,
     entries_bytes,
+    errors,
 )
+from upr_server.indexer.index_file import file as file_module
 from upr_server.indexer.mark import Mark
 from upr_server.indexer.pure.extractor import decode_values
 
@@ -436,7 +438,8 @@ def test_documents_are_decoded_again_only_of_partitions_that_an_index_has_in_par
 def test_an_index_that_is_as_large_as_it_may_be_has_no_room(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(index_file, "FILE_BYTES_MAX", 1024 * 1024)
+    for module in (errors, file_module):
+        monkeypatch.setattr(module, "FILE_BYTES_MAX", 1024 * 1024)
     file = IndexFile(tmp_path, "b")
     items = [(seq, b"k%04d" % seq, b"v" * 300) for seq in range(1, 3001)]
     with pytest.raises(DiskFullError, match="has 1048576 bytes, the most it may: drop it"):

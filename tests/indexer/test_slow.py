@@ -36,7 +36,8 @@ from upr_server.indexer.definitions import NoIndexError
 from upr_server.indexer.entry_reader import EntryReader, EntrySelection
 from upr_server.indexer.freshness import ScanBarriers
 from upr_server.indexer.index_batch import BATCH_OVERHEAD_BYTES, IndexBatch
-from upr_server.indexer.index_file import COUNT_STEP, EntrySource, IndexFile
+from upr_server.indexer.index_file import EntrySource, IndexFile
+from upr_server.indexer.index_file.view import COUNT_STEP
 from upr_server.indexer.mark import NO_MARK, Mark
 from upr_server.indexer.pipeline import (
     AHEAD_ROUNDS,
