@@ -66,9 +66,9 @@ from upr_server.engine import Bucket, BundleBatches, Cursor, apply_set_runs
 from upr_server.replication.received_snapshots import PublisherAnswer, ReceivedSnapshots
 from upr_server.replication.replicator import move_to_record
 from upr_server.storage.calls import Commit
-from upr_server.storage.chunk_log import PartitionWrite
 from upr_server.storage.messages import RequestPacking
 from upr_server.storage.online.flusher import record_of
+from upr_server.storage.partition_write import PartitionWrite
 
 T = TypeVar("T")
 

@@ -92,7 +92,6 @@ from upr_server.storage.calls import (
     StartServing,
     Truncate,
 )
-from upr_server.storage.chunk_log import StoredAnswer
 from upr_server.storage.online.bucket_disk import BucketDisk
 from upr_server.storage.online.flusher import STEP_ANSWERS, STEP_CALLS, Flusher, take_answers
 from upr_server.storage.online.leases import LAPSED_S, LeaseBook
@@ -100,6 +99,7 @@ from upr_server.storage.online.maintenance import Maintenance
 from upr_server.storage.processes import ProcessStore, open_store, send_in_steps
 from upr_server.storage.records import LeaseRecord
 from upr_server.storage.simulated import SimulatedDirectory, SimulatedStore
+from upr_server.storage.stored_bucket import StoredAnswer
 from upr_server.user_store import UserStore
 
 Function = Callable[..., Any]

@@ -50,8 +50,8 @@ from upr_server.net.handlers.data import GET_REPLY_BYTES
 from upr_server.net.handlers.leases import RANGE_BYTES
 from upr_server.replication.replicator import move_to_record
 from upr_server.storage.calls import Commit, FindExpired, FindItems, PutLease, StoreCall
-from upr_server.storage.chunk_log import PartitionWrite
 from upr_server.storage.online.bucket_disk import BucketDisk
+from upr_server.storage.partition_write import PartitionWrite
 from upr_server.storage.records import PartitionRecord
 from upr_server.storage.simulated import SimulatedStore
 

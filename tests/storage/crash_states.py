@@ -37,11 +37,12 @@ from tests.storage.write_recorder import (
 from upr_protocol.chunk import Chunk, ChunkBuilder
 from upr_protocol.ids import Operation, PartitionState, SeqNo
 from upr_server.storage import compaction
-from upr_server.storage.chunk_log import ChunkLog, PartitionWrite
+from upr_server.storage.chunk_log import ChunkLog
 from upr_server.storage.compaction import Compaction
 from upr_server.storage.key_index import KeyIndex
 from upr_server.storage.lmdb_ordered_map import LmdbOrderedMap
 from upr_server.storage.ordered_map import OrderedMap
+from upr_server.storage.partition_write import PartitionWrite
 from upr_server.storage.records import BucketRecord, PartitionRecord
 from upr_server.storage.simulated_disk import SimulatedDisk
 

@@ -7,7 +7,8 @@ from typing import Final
 
 from upr_protocol.chunk import Chunk, ChunkBuilder, Mutation
 from upr_protocol.ids import Cas, Operation, PartitionState, SeqNo
-from upr_server.storage.chunk_log import ChunkLog, PartitionWrite
+from upr_server.storage.chunk_log import ChunkLog
+from upr_server.storage.partition_write import PartitionWrite
 from upr_server.storage.records import PartitionRecord
 
 Contents = dict[bytes, Mutation]

@@ -13,10 +13,11 @@ from upr_protocol.chunk import Chunk, Mutation
 from upr_protocol.ids import Cas, Operation, PartitionState, SeqNo
 from upr_server.engine import FetchRequest
 from upr_server.storage.bucket_storage import BucketStorage
-from upr_server.storage.chunk_log import PartitionWrite, StoredBucket
 from upr_server.storage.compaction import Compaction
 from upr_server.storage.directory import DataDirectory, prepare
+from upr_server.storage.partition_write import PartitionWrite
 from upr_server.storage.records import BucketRecord, LeaseRecord, PartitionRecord
+from upr_server.storage.stored_bucket import StoredBucket
 
 BUCKET: Final = "planes"
 PARTITIONS: Final = 3

@@ -22,12 +22,12 @@ from tests.storage.small_directory import BUCKET, PLENTY, Answers, answers, make
 from upr_protocol.chunk import Mutation
 from upr_server.engine import is_damaged
 from upr_server.storage.bucket_storage import BucketStorage
-from upr_server.storage.chunk_log import StoredBucket
 from upr_server.storage.errors import StorageError
 from upr_server.storage.lmdb_ordered_map import LmdbOrderedMap
 from upr_server.storage.offline.bucket_files import open_bucket
 from upr_server.storage.offline.check import BucketCheck
 from upr_server.storage.offline.findings import Problem
+from upr_server.storage.stored_bucket import StoredBucket
 
 FLIPS: Final = effort(700, 10_000)
 FLIPS_OF_THE_TREE: Final = effort(200, 2_500)

@@ -20,9 +20,10 @@ from upr_server.storage.bucket_storage import (
     BucketStorage,
     MaintenanceStep,
 )
-from upr_server.storage.chunk_log import COMMIT_RESERVE_BYTES, PartitionWrite
+from upr_server.storage.chunk_log import COMMIT_RESERVE_BYTES
 from upr_server.storage.errors import CorruptionError, DiskFullError, StorageError
 from upr_server.storage.ordered_map import OrderedMap
+from upr_server.storage.partition_write import PartitionWrite
 from upr_server.storage.records import BucketRecord
 from upr_server.storage.simulated_disk import SimulatedDisk
 

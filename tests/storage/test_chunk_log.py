@@ -15,15 +15,11 @@ from tests.storage.full_disk import FullDisk
 from tests.storage.log_model import Model, chunk_of, read, record_of, row
 from upr_protocol.chunk import Chunk
 from upr_protocol.ids import Operation, SeqNo
-from upr_server.storage.chunk_log import (
-    STORED_OVERHEAD_BYTES,
-    ChunkLog,
-    PartitionWrite,
-    StoredAnswer,
-)
+from upr_server.storage.chunk_log import STORED_OVERHEAD_BYTES, ChunkLog
 from upr_server.storage.errors import CorruptionError, DiskFullError, StoreFailedError
 from upr_server.storage.lmdb_ordered_map import LmdbOrderedMap
 from upr_server.storage.ordered_map import OrderedMap
+from upr_server.storage.partition_write import PartitionWrite
 from upr_server.storage.records import (
     BUCKET,
     CHUNK_HEAD,
@@ -36,6 +32,7 @@ from upr_server.storage.records import (
     with_checksum,
 )
 from upr_server.storage.simulated_disk import SimulatedDisk
+from upr_server.storage.stored_bucket import StoredAnswer
 
 PARTITIONS: Final = 3
 PLENTY: Final = 1 << 40

@@ -18,10 +18,11 @@ from upr_protocol.ids import Operation
 from upr_server.engine import FetchRequest
 from upr_server.storage import bucket_storage, compaction, live_seqs
 from upr_server.storage.bucket_storage import BucketStorage, MaintenanceStep
-from upr_server.storage.chunk_log import ChunkLog, PartitionWrite
+from upr_server.storage.chunk_log import ChunkLog
 from upr_server.storage.compaction import Compaction, CompactionStep
 from upr_server.storage.errors import StoreFailedError
 from upr_server.storage.key_index import KeyIndex
+from upr_server.storage.partition_write import PartitionWrite
 from upr_server.storage.records import BucketRecord, LeaseRecord
 from upr_server.storage.simulated_disk import SimulatedDisk
 

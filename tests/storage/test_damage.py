@@ -16,8 +16,8 @@ from upr_protocol.ids import Operation
 from upr_server.engine import FetchRequest, is_damaged
 from upr_server.storage import bucket_storage
 from upr_server.storage.bucket_storage import BucketStorage, MaintenanceStep
-from upr_server.storage.chunk_log import PartitionWrite, StoredBucket
 from upr_server.storage.errors import CorruptionError
+from upr_server.storage.partition_write import PartitionWrite
 from upr_server.storage.records import (
     WATERMARK,
     BucketRecord,
@@ -27,6 +27,7 @@ from upr_server.storage.records import (
     partition_key,
 )
 from upr_server.storage.simulated_disk import SimulatedDisk
+from upr_server.storage.stored_bucket import StoredBucket
 
 PARTITIONS: Final = 3
 KEYS: Final = [b"key %d" % index for index in range(12)]

@@ -18,13 +18,13 @@ from tests.storage.small_directory import BUCKET, PARTITIONS, PLENTY, make, want
 from upr_protocol.chunk import Chunk, Mutation
 from upr_protocol.ids import Cas, Operation, PartitionState, SeqNo
 from upr_server.storage.bucket_storage import BucketStorage
-from upr_server.storage.chunk_log import PartitionWrite, StoredBucket
 from upr_server.storage.directory import DataDirectory
 from upr_server.storage.errors import CorruptionError
 from upr_server.storage.offline.bucket_files import open_bucket, open_map
 from upr_server.storage.offline.check import BucketCheck
 from upr_server.storage.offline.dump import BucketDump, DumpOptions
 from upr_server.storage.offline.findings import Finding, Problem
+from upr_server.storage.partition_write import PartitionWrite
 from upr_server.storage.records import (
     BUCKET as BUCKET_RECORD,
 )
@@ -39,6 +39,7 @@ from upr_server.storage.records import (
     PartitionRecord,
     partition_key,
 )
+from upr_server.storage.stored_bucket import StoredBucket
 
 DAMAGED: Final = 1
 OTHERS: Final = [partition for partition in range(PARTITIONS) if partition != DAMAGED]

@@ -15,11 +15,12 @@ from tests.storage.log_model import chunk_of, record_of, row
 from upr_protocol.chunk import Mutation
 from upr_protocol.ids import Cas, Operation, SeqNo
 from upr_server.engine import FetchRequest, is_damaged
-from upr_server.storage.chunk_log import ChunkLog, PartitionWrite
+from upr_server.storage.chunk_log import ChunkLog
 from upr_server.storage.compaction import Compaction
 from upr_server.storage.errors import CorruptionError
 from upr_server.storage.key_index import FIND_BYTES_MAX, FIND_KEYS, KeyIndex
 from upr_server.storage.ordered_map import OrderedMap
+from upr_server.storage.partition_write import PartitionWrite
 from upr_server.storage.records import BucketRecord, chunk_key, expiry_key, index_entry_key
 from upr_server.storage.simulated_disk import SimulatedDisk
 

@@ -13,7 +13,6 @@ from tests.kit.effort import effort
 from tests.storage.log_model import chunk_of, record_of, row
 from upr_protocol.ids import Operation, SeqNo
 from upr_server.storage.calls import Commit
-from upr_server.storage.chunk_log import PartitionWrite
 from upr_server.storage.errors import DataDirectoryError
 from upr_server.storage.messages import (
     ITEM_BYTES,
@@ -25,6 +24,7 @@ from upr_server.storage.messages import (
     message_head,
     pack_message,
 )
+from upr_server.storage.partition_write import PartitionWrite
 
 CHUNKS: Final = [chunk_of([row(Operation.SET, b"k", seq, seq)], seq - 1, seq) for seq in (1, 2, 3)]
 ANSWER: Final = pack_rows([(b"w" * 16, 1, b"answer")])

@@ -49,7 +49,7 @@ from upr_server.storage.calls import (
     StartServing,
     StoreCall,
 )
-from upr_server.storage.chunk_log import COMMIT_RESERVE_BYTES, PartitionWrite, StoredAnswer
+from upr_server.storage.chunk_log import COMMIT_RESERVE_BYTES
 from upr_server.storage.directory import FORMAT_TEXT, DataDirectory, prepare
 from upr_server.storage.errors import (
     DataDirectoryError,
@@ -60,6 +60,7 @@ from upr_server.storage.errors import (
 from upr_server.storage.lmdb_ordered_map import MAP_BYTES_DEFAULT, LmdbOrderedMap
 from upr_server.storage.messages import HEAD, STEP_CHUNKS, STEP_ITEMS, Unpacker, pack_message
 from upr_server.storage.ordered_map import OrderedMap
+from upr_server.storage.partition_write import PartitionWrite
 from upr_server.storage.processes import (
     READS_SENT_MAX,
     SEND_BYTES,
@@ -73,6 +74,7 @@ from upr_server.storage.records import BucketRecord, LeaseRecord
 from upr_server.storage.shared_slots import SLOT_BYTES, SLOTS, SlotPool, make_shared_memory
 from upr_server.storage.simulated import SimulatedDirectory, SimulatedStore
 from upr_server.storage.storage_server import StorageServer
+from upr_server.storage.stored_bucket import StoredAnswer
 
 PARTITIONS: Final = 4
 BUCKET: Final = BucketRecord("planes", PARTITIONS, 1 << 20)

@@ -18,8 +18,8 @@ from upr_protocol.ids import HistoryId, Operation, PartitionState, SeqNo
 from upr_server.engine import FetchRequest
 from upr_server.storage import bucket_storage
 from upr_server.storage.bucket_storage import BucketStorage
-from upr_server.storage.chunk_log import PartitionWrite, StoredAnswer
 from upr_server.storage.errors import DiskFullError
+from upr_server.storage.partition_write import PartitionWrite
 from upr_server.storage.records import (
     BucketRecord,
     LeaseRecord,
@@ -27,6 +27,7 @@ from upr_server.storage.records import (
     PartitionRecord,
 )
 from upr_server.storage.simulated_disk import SimulatedDisk
+from upr_server.storage.stored_bucket import StoredAnswer
 
 KEYS: Final = [b"key %d" % index for index in range(5)]
 HISTORY: Final = HistoryId(7)

@@ -33,11 +33,11 @@ from upr_server.storage.calls import (
     MarkCleanStop,
     StartServing,
 )
-from upr_server.storage.chunk_log import StoredAnswer, StoredBucket
 from upr_server.storage.errors import DataDirectoryError, DiskFullError
 from upr_server.storage.online.bucket_disk import BucketDisk, recover_partitions
 from upr_server.storage.online.maintenance import IDLE_S
 from upr_server.storage.records import BucketRecord, LeaseRecord, PartialRecord, PartitionRecord
+from upr_server.storage.stored_bucket import StoredAnswer, StoredBucket
 
 PURGE_AGE_S: Final = 3 * 24 * 3600.0
 """A consumer that was away for less than this hears of every deletion when it comes back; one that

@@ -34,10 +34,10 @@ from upr_server.replication.received_snapshots import PublisherAnswer, ReceivedS
 from upr_server.replication.roles import STEP_PARTITIONS, ReplicationSource
 from upr_server.runtime import System, essential
 from upr_server.storage.calls import Commit, FindSnapshotEnd
-from upr_server.storage.chunk_log import PartitionWrite
 from upr_server.storage.errors import DiskFullError
 from upr_server.storage.online.bucket_disk import BucketDisk
 from upr_server.storage.online.flusher import STEP_ANSWERS, take_answers
+from upr_server.storage.partition_write import PartitionWrite
 from upr_server.storage.records import PartitionRecord
 
 BUFFER_BYTES: Final = 32 * 1024 * 1024

@@ -9,17 +9,14 @@ import msgspec
 
 from upr_protocol.chunk import Chunk
 from upr_protocol.ids import PartitionState, SeqNo
-from upr_server.storage.chunk_log import (
-    STORED_OVERHEAD_BYTES,
-    ChunkLog,
-    PartitionWrite,
-    StoredBucket,
-)
+from upr_server.storage.chunk_log import STORED_OVERHEAD_BYTES, ChunkLog
 from upr_server.storage.compaction import Compaction, covered_ranges
 from upr_server.storage.errors import CorruptionError, DiskFullError
 from upr_server.storage.key_index import KeyIndex
 from upr_server.storage.ordered_map import OrderedMap
+from upr_server.storage.partition_write import PartitionWrite
 from upr_server.storage.records import LeaseRecord, PartitionRecord, Watermark
+from upr_server.storage.stored_bucket import StoredBucket
 
 Answer = TypeVar("Answer")
 

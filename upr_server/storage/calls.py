@@ -16,11 +16,12 @@ from upr_protocol.ids import SeqNo
 from upr_protocol.partition_map import PartitionMap, PartitionMapError
 from upr_server.engine import FetchRequest
 from upr_server.storage.bucket_storage import BucketStorage, MaintenanceStep
-from upr_server.storage.chunk_log import PartitionWrite, StoredAnswer, StoredBucket
 from upr_server.storage.errors import CorruptionError, encodable
 from upr_server.storage.key_index import ExpiredItem
+from upr_server.storage.partition_write import PartitionWrite
 from upr_server.storage.records import BucketRecord, LeaseRecord, PartitionRecord
 from upr_server.storage.storage_server import StorageServer
+from upr_server.storage.stored_bucket import StoredAnswer, StoredBucket
 
 Answer_co = TypeVar("Answer_co", covariant=True)
 

@@ -15,7 +15,6 @@ from msgspec.structs import replace
 
 from upr_protocol.chunk import Buffer, Chunk
 from upr_server.storage.calls import Commit, StoreCall, all_calls
-from upr_server.storage.chunk_log import PartitionWrite
 from upr_server.storage.errors import (
     CorruptionError,
     DataDirectoryError,
@@ -24,6 +23,7 @@ from upr_server.storage.errors import (
     StoreFailedError,
     encodable,
 )
+from upr_server.storage.partition_write import PartitionWrite
 from upr_server.storage.shared_slots import NO_SLOT
 
 AnyCall = TypeVar("AnyCall")

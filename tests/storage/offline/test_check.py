@@ -21,7 +21,7 @@ from tests.storage.log_model import chunk_of, row
 from tests.storage.small_directory import BUCKET, KEYS, PARTITIONS, answers, key_of, make
 from upr_protocol.ids import HistoryId, Operation, PartitionState, SeqNo
 from upr_server.storage.bucket_storage import BucketStorage
-from upr_server.storage.chunk_log import ChunkLog, PartitionWrite
+from upr_server.storage.chunk_log import ChunkLog
 from upr_server.storage.directory import default_data_dir, lock, lock_for_reading
 from upr_server.storage.errors import DataDirectoryError
 from upr_server.storage.lmdb_ordered_map import LmdbOrderedMap
@@ -30,6 +30,7 @@ from upr_server.storage.offline.check import BucketCheck
 from upr_server.storage.offline.dump import BucketDump, DumpOptions
 from upr_server.storage.offline.findings import Problem
 from upr_server.storage.ordered_map import WriteTransaction
+from upr_server.storage.partition_write import PartitionWrite
 from upr_server.storage.records import (
     CHUNK,
     EXPIRY,

@@ -15,11 +15,11 @@ from upr_protocol.ids import PartitionState
 from upr_protocol.partition_map import Assignment, PartitionMap
 from upr_server.cli import main
 from upr_server.storage.bucket_storage import BucketStorage
-from upr_server.storage.chunk_log import StoredPartition
 from upr_server.storage.directory import DataDirectory, lock
 from upr_server.storage.errors import DataDirectoryError
 from upr_server.storage.offline.mend import empty_damaged_replicas
 from upr_server.storage.records import PARTITION, partition_key
+from upr_server.storage.stored_bucket import StoredPartition
 
 
 def opened(data: Path) -> BucketStorage:

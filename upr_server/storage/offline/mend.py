@@ -17,10 +17,11 @@ from upr_protocol.failover import FailoverLog
 from upr_protocol.ids import PartitionState, SeqNo
 from upr_protocol.partition_map import PartitionMap, PartitionMapError
 from upr_server.storage.bucket_storage import BucketStorage
-from upr_server.storage.chunk_log import ChunkLog, StoredBucket, StoredPartition
+from upr_server.storage.chunk_log import ChunkLog
 from upr_server.storage.directory import DataDirectory, lock_for_writing
 from upr_server.storage.errors import CorruptionError
 from upr_server.storage.records import PartitionRecord
+from upr_server.storage.stored_bucket import StoredBucket, StoredPartition
 
 _READ_BYTES: Final = 8 * 1024 * 1024
 

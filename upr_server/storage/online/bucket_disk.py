@@ -31,12 +31,12 @@ from upr_server.storage.calls import (
     FindItems,
     Truncate,
 )
-from upr_server.storage.chunk_log import StoredBucket, StoredPartition
 from upr_server.storage.errors import DiskFullError, StorageError
 from upr_server.storage.online.flusher import Flusher
 from upr_server.storage.online.leases import LeaseBook
 from upr_server.storage.online.maintenance import IDLE_S, Maintenance
 from upr_server.storage.records import LeaseRecord, PartitionRecord
+from upr_server.storage.stored_bucket import StoredBucket, StoredPartition
 
 DUE_MAX: Final = 512
 """Expired items that are read from disk at a time."""

@@ -32,8 +32,8 @@ from upr_protocol.ids import PartitionId, PartitionState, SeqNo
 from upr_server.engine import Bucket, Partition, SnapshotEndItem
 from upr_server.storage.api import Store
 from upr_server.storage.calls import Commit
-from upr_server.storage.chunk_log import PartitionWrite
 from upr_server.storage.errors import DiskFullError
+from upr_server.storage.partition_write import PartitionWrite
 from upr_server.storage.records import PartialRecord, PartitionRecord
 
 FLUSH_INTERVAL_S: Final = 0.1
