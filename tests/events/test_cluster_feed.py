@@ -13,6 +13,7 @@ from upr_protocol.bucket_event import ANY_DESIGN, EventKind
 from upr_protocol.client import Address, EventFeed, LookAtEverything, follow_events
 from upr_protocol.client.operator import fail_over
 from upr_protocol.client.trio import event_feed
+from upr_protocol.errors import ServerError, Status
 from upr_protocol.hashing import partition_of
 from upr_protocol.ids import PartitionId
 from upr_protocol.partition_map import Assignment
@@ -74,6 +75,24 @@ async def test_an_event_of_a_partition_on_another_node_is_delivered(group: Serve
         await until_updated(feed)
         await group.set("a", {key_of(0): "v"})
         await until_updated(feed)
+
+
+async def test_an_end_names_the_node_that_refuses(
+    group: ServerGroup, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def refuse(*_arguments: object, **_options: object) -> None:
+        await trio.lowlevel.checkpoint()
+        raise ServerError(Status.UNSUPPORTED, "this server has no event bus: events is false")
+
+    monkeypatch.setattr(group.servers["b"].events, "next_events", refuse)
+    async with follow_events(group.servers["a"].url(), consumer="c") as feed:
+        with pytest.raises(ServerError) as refusal, trio.fail_after(20):
+            async for _ in feed:
+                pass
+    assert refusal.value.status is Status.UNSUPPORTED
+    # The proxy's place, which the map has.
+    place = group.address("b").host_ports
+    assert str(refusal.value).startswith(f"the node at {place} refused: this server has no event")
 
 
 async def test_events_continue_after_a_failover(group: ServerGroup) -> None:

@@ -148,6 +148,10 @@ class EventFeed:
                     addresses.rotate(-1)
                     await trio.sleep(retry.wait_after_failure_s(error, trio.current_time()))
         except UprError as error:
+            if isinstance(error, ServerError) and not is_first:
+                # A node that the application has not named.
+                sentence = f"the node at {addresses[0].host_ports} refused: {error.sentence}"
+                error = ServerError(error.status, sentence, error.map_revision)
             self._end(error)
             self._nursery.cancel_scope.cancel()
 
