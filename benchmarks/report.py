@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final
 
 from benchmarks.kit.machine import ROOT
-from benchmarks.kit.results import read_results
+from benchmarks.kit.results import OTHER_RESULTS, read_results
 from benchmarks.plots import draw
 
 PAGE: Final = ROOT / "docs" / "performance.md"
@@ -49,6 +49,7 @@ def main() -> int:
         _starts(lines),
         _life(lines),
         _provenance(lines),
+        _other_machine(read_results(OTHER_RESULTS)),
     ]
     PAGE.write_text(
         before + begin + "\n\n" + "\n\n".join(filter(None, parts)) + "\n\n" + end + after
@@ -345,6 +346,28 @@ def _provenance(lines: Sequence[Line]) -> str:
     machines = sorted({_machine(line["machine"]) for line in lines})
     head = ("row", "measured", "commit", "runs", "of the machine used by others meanwhile")
     return "\n".join((_table(head, sorted(rows)), "", _runs(started_at), "", *machines))
+
+
+def _other_machine(lines: Sequence[Line]) -> str:
+    """What the rows come to on another machine."""
+    if not lines:
+        return ""
+    rows = [
+        (
+            line["row"],
+            _quantity(line["ours"], line["unit"]),
+            _quantity(line["peer"], line["unit"]),
+            f"**{_ratio(line['ratio'])}**",
+            "–".join(map(_ratio, line["ratio_range"])),
+            line["measured_at"][:10],
+            f"`{line['commit']}`",
+            f"{line['others_share']:.0%}",
+        )
+        for line in lines
+    ]
+    head = ("row", "ours", "peer", "ratio", "of single runs", "measured", "commit", "others")
+    machines = sorted({_machine(line["machine"]) for line in lines})
+    return "\n".join(("On another machine:", "", _table(head, rows), "", *machines))
 
 
 def _runs(started_at: Mapping[str, set[str]]) -> str:

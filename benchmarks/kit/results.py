@@ -13,6 +13,9 @@ from benchmarks.kit.machine import ROOT, commit, load_average, machine_facts
 
 RESULTS: Final = ROOT / "benchmarks" / "results"
 
+OTHER_RESULTS: Final = RESULTS / "other"
+"""Results of another machine, moved here by hand, to be shown beside those of `RESULTS`."""
+
 
 def now() -> str:
     """The time, to the second."""
@@ -43,9 +46,9 @@ def write_results(name: str, figures: Sequence[Figure], other_load: float, run: 
     return path
 
 
-def read_results() -> list[dict[str, Any]]:
+def read_results(folder: Path = RESULTS) -> list[dict[str, Any]]:
     """The lines of all rows that were measured, by the rows' names."""
     lines: list[dict[str, Any]] = []
-    for path in sorted(RESULTS.glob("*.json")):
+    for path in sorted(folder.glob("*.json")):
         lines += json.loads(path.read_text())["rows"]
     return lines
