@@ -1,8 +1,9 @@
 """The publisher of B6, B6c and R1s: a steady rate of single mutations, the time each was due in its
 value.
 
-B6 sends each in a frame of its own. In the others those that are due go in one bundle, as the
-client library sends single operations of many tasks. R1s wants them on replicas.
+B6 sends each in a frame of its own. In the others those that are due go in one bundle, and wait
+while a `BundleWindow` is closed, as the client library sends single operations of many tasks. R1s
+wants them on replicas.
 """
 
 from __future__ import annotations
@@ -15,11 +16,12 @@ from collections.abc import Iterator, Sequence
 from itertools import cycle
 
 from benchmarks.kit.commands import Commands
-from benchmarks.kit.pacing import paced, percentiles_us, sharpen_timers
+from benchmarks.kit.pacing import paced, percentiles_us, readable, sharpen_timers
 from benchmarks.kit.raw import RawConnection
 from benchmarks.kit.work import VALUE_BYTES, key_of
 from upr_protocol.chunk import Bundle, BundleRun, chunk_of_plain_sets
 from upr_protocol.client import WriterIdentity
+from upr_protocol.client.core.bundle_window import BundleWindow
 from upr_protocol.hashing import partition_of
 from upr_protocol.ids import Durability, PartitionId
 from upr_protocol.wire import Mutate, MutateReply, Refusal
@@ -47,8 +49,15 @@ class _Publisher:
         self._sent = 0
         self._dues_of: dict[int, Sequence[int]] = {}
         self.answered = 0
+        self._window = BundleWindow()
         self.latencies: list[int] = []
         """How long after it was due each mutation was answered, ns."""
+
+    def wait_until_open(self) -> None:
+        """Waits until the window is open, and receives meanwhile."""
+        while (wait_s := self._window.opens_at(now := time.monotonic()) - now) > 0:
+            if readable(self._connection.socket, wait_s):
+                self.receive()
 
     def send(self, dues_ns: Sequence[int]) -> None:
         connection, session = self._connection, self._connection.session
@@ -65,6 +74,7 @@ class _Publisher:
         durability = Durability.REPLICATED if self._copies else Durability.MEMORY
         opaque = session.new_opaque()
         self._dues_of[opaque] = dues_ns
+        self._window.note_sent(opaque, time.monotonic())
         session.send(
             Mutate(
                 bundle,
@@ -89,6 +99,7 @@ class _Publisher:
                     raise ConnectionError("the server refused a run, or replicas took too long")
                 now = time.monotonic_ns()
                 self.answered += 1
+                self._window.note_answered(message.opaque)
                 self.latencies += [now - due for due in self._dues_of.pop(message.opaque)]
 
     def finish(self) -> None:
@@ -115,6 +126,7 @@ def serve(commands: Commands) -> None:
                 publisher.send,
                 publisher.receive,
                 together=command["together"],
+                before_send=publisher.wait_until_open if command["together"] > 1 else None,
             )
             publisher.finish()
             commands.answer(

@@ -33,6 +33,7 @@ def paced(
     receive: Callable[[], None],
     *,
     together: int = 1,
+    before_send: Callable[[], None] | None = None,
 ) -> list[int]:
     """Sends `count` mutations at `rate` a second.
 
@@ -45,6 +46,7 @@ def paced(
             holds it up.
         receive: Called when there is something to receive.
         together: How many of the mutations that are due go in one call at most.
+        before_send: Waits until something may be sent; what becomes due meanwhile goes, too.
 
     Returns:
         How late each mutation was, in ns.
@@ -56,11 +58,14 @@ def paced(
         index = len(late)
         due = start + int(index * 1e9 / rate)
         now = time.monotonic_ns()
-        if now >= due and calls % _RECEIVE_EVERY == 0 and _readable(connection, 0):
+        if now >= due and calls % _RECEIVE_EVERY == 0 and readable(connection, 0):
             receive()
         while now < due:
-            if _readable(connection, (due - now) / 1e9):
+            if readable(connection, (due - now) / 1e9):
                 receive()
+            now = time.monotonic_ns()
+        if before_send is not None:
+            before_send()
             now = time.monotonic_ns()
         end = min(count, index + together, max(index, int((now - start) * rate / 1e9)) + 1)
         dues = [start + int(row * 1e9 / rate) for row in range(index, end)]
@@ -70,7 +75,8 @@ def paced(
     return late
 
 
-def _readable(connection: socket.socket, timeout_s: float) -> bool:
+def readable(connection: socket.socket, timeout_s: float) -> bool:
+    """Waits until there is something to receive; whether there is."""
     return bool(select.select([connection], [], [], timeout_s)[0])
 
 

@@ -6,6 +6,7 @@ import socket
 from collections import defaultdict
 from collections.abc import Awaitable, Callable
 from functools import partial
+from itertools import count
 from traceback import walk_tb
 from typing import Any
 
@@ -17,6 +18,7 @@ from trio.testing import MockClock
 from tests.kit.fake_net import FakeNet
 from tests.kit.fake_server import FakeServer
 from upr_protocol.client import AddressError, Client, RefusedKeysError, WriteResult, connect
+from upr_protocol.client.core.bundle_window import BUNDLE_S, BUNDLES_MAX
 from upr_protocol.client.trio.request_channel import RequestChannel
 from upr_protocol.errors import (
     BrokenError,
@@ -567,6 +569,43 @@ async def test_changes_of_many_tasks_ride_together(
     assert {key: sorted(values) for key, values in counts.items()} == {
         key: list(range(1, 9)) for key in range(5)
     }
+
+
+async def test_changes_gather_while_many_bundles_have_no_answer(
+    net: FakeNet, server: FakeServer, autojump_clock: MockClock
+) -> None:
+    """And no longer than for a moment, nor behind bundles of another level."""
+    server.held = {Mutate}
+    async with connect(URL, dial=net.dial) as client, trio.open_nursery() as nursery:
+        (connection,) = server.connections
+        keys = count()
+
+        async def changes(key_count: int, durability: Durability = MEMORY) -> None:
+            for _ in range(key_count):
+                key = b"%d" % next(keys)
+                nursery.start_soon(partial(client.set, key, "v", durability=durability))
+            await trio.testing.wait_all_tasks_blocked()
+
+        for bundles in range(1, BUNDLES_MAX + 1):
+            await changes(1)
+            assert connection.counts[Mutate] == bundles
+        for _ in range(5):
+            await changes(2)
+        assert connection.counts[Mutate] == BUNDLES_MAX
+        await changes(1, PERSISTED)
+        assert connection.counts[Mutate] == BUNDLES_MAX + 1
+        await trio.sleep(0.9 * BUNDLE_S)
+        assert connection.counts[Mutate] == BUNDLES_MAX + 1
+        await trio.sleep(0.2 * BUNDLE_S)
+        assert connection.counts[Mutate] == BUNDLES_MAX + 2
+        for _ in range(BUNDLES_MAX):
+            await changes(1)
+        bundles = connection.counts[Mutate]
+        assert bundles < 2 * BUNDLES_MAX + 2
+        server.release()
+        await trio.testing.wait_all_tasks_blocked()
+        assert connection.counts[Mutate] == bundles + 1
+    assert len(server.contents()) == next(keys)
 
 
 async def test_a_cancelled_change_takes_nothing_from_others(

@@ -103,8 +103,14 @@ class ConnectionHandler:
     def message_received(self, message: Message) -> None:
         """A message has arrived."""
 
-    def ready_to_write(self) -> None:
-        """The writer has taken what was queued, and takes what is queued now next."""
+    def ready_to_write(self) -> float | None:
+        """The writer has taken what was queued, and takes what is queued now next.
+
+        Returns:
+            When to be called again at the latest, in seconds of Trio's clock; None if only
+            `request_write` says so.
+        """
+        return None
 
     async def wait_for_room(self) -> None:
         """Called between reads: waits while too much is queued for the application."""
@@ -227,13 +233,12 @@ class TrioConnection:
         session = self.session
         try:
             while (buffers := session.take_outgoing(trio.current_time())) or self.failure is None:
-                if self.failure is None:
-                    self._handler.ready_to_write()
+                again_at = self._handler.ready_to_write() if self.failure is None else None
                 if buffers:
                     if unsent := write_now(self._stream, buffers):
                         await write_rest(self._stream, unsent)
                 elif not session.outgoing_bytes and self.failure is None:
-                    await self._wake.wait()
+                    await self._sleep(again_at)
         except trio.TooSlowError:
             self.fail(BrokenError("send timeout: the server stopped reading"))
         except (trio.BrokenResourceError, trio.ClosedResourceError) as error:
@@ -243,6 +248,15 @@ class TrioConnection:
             self.fail(BrokenError(f"the connection was lost: {error}"))
         finally:
             self._flushed.set()
+
+    async def _sleep(self, until: float | None) -> None:
+        """Waits until the writer is woken, or until a time."""
+        if until is None:
+            # A timeout costs as much as the wait.
+            await self._wake.wait()
+        else:
+            with trio.move_on_at(until):
+                await self._wake.wait()
 
     async def run_keep_alive(self) -> None:
         """Sends `Noop` when it is due, and ends the connection when the server is silent for too

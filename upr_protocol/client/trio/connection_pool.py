@@ -125,8 +125,8 @@ class _Node(ConnectionHandler, Generic[H]):
         else:
             self.handler.message_received(message)
 
-    def ready_to_write(self) -> None:
-        self.handler.ready_to_write()
+    def ready_to_write(self) -> float | None:
+        return self.handler.ready_to_write()
 
     async def wait_for_room(self) -> None:
         await self.handler.wait_for_room()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import chain, islice
@@ -11,6 +12,7 @@ from typing import Final, Generic, TypeVar
 import trio
 
 from upr_protocol.address import Address
+from upr_protocol.client.core.bundle_window import BundleWindow
 from upr_protocol.client.core.calls import Call, check_reply, over_quota_error
 from upr_protocol.client.core.changes import Change, ChangeBundle, count_for_one_bundle
 from upr_protocol.client.core.results import WriteResult
@@ -22,6 +24,9 @@ from upr_protocol.limits import REQUESTS_OPEN_MAX
 from upr_protocol.wire import Message, MutateReply
 
 T = TypeVar("T")
+
+_Level = tuple[Durability, int]
+"""A level of durability: how durable, and on how many replicas."""
 
 _PARTITION: Final = attrgetter("change.partition")
 
@@ -93,9 +98,14 @@ def _resolve_call(
 
 
 def _resolve_bundle(
-    bundle: ChangeBundle, changes: Sequence[PendingChange], answer: Message | UprError
+    bundle: ChangeBundle,
+    changes: Sequence[PendingChange],
+    window: BundleWindow,
+    opaque: int,
+    answer: Message | UprError,
 ) -> None:
     """Resolves changes that were sent together, in the order of the bundle."""
+    window.note_answered(opaque)
     outcomes: Sequence[WriteResult | UprError]
     try:
         reply = check_reply(answer)
@@ -122,9 +132,10 @@ class RequestChannel(ConnectionHandler):
         self._connection: TrioConnection | None = None
         self._resolvers: dict[int, Callable[[Message | UprError], None]] = {}
         """By opaque of a request without an answer what to call with it."""
-        self._unsent: dict[tuple[Durability, int], dict[PendingChange, None]] = {}
+        self._unsent: dict[_Level, dict[PendingChange, None]] = {}
         """The changes to send, in their order, by their level: a bundle has one. The level whose
         turn is next comes first."""
+        self._windows: defaultdict[_Level, BundleWindow] = defaultdict(BundleWindow)
         self._parked_senders = trio.lowlevel.ParkingLot()
         """The tasks that wait for room, the one that has waited longest first. As many are woken as
         there is room for: to wake all of them for each answer would be quadratic work."""
@@ -161,14 +172,24 @@ class RequestChannel(ConnectionHandler):
         if self._unsent:
             self.connection.request_write()
 
-    def ready_to_write(self) -> None:
-        """Sends the changes that have gathered while the writer was busy."""
+    def ready_to_write(self) -> float | None:
+        """Sends the changes that have gathered while the writer was busy, or too much was on its
+        way."""
         self._wake_senders()
         self._changed.notify()
-        while self._unsent and self.connection.session.credit.is_open and self._has_room:
-            self._send_changes()
-        if self._unsent and not self.connection.session.credit.is_open:
+        if not self._unsent:
+            return None
+        credit = self.connection.session.credit
+        while self._unsent and credit.is_open and self._has_room:
+            now = trio.current_time()
+            opens_at = {level: self._windows[level].opens_at(now) for level in self._unsent}
+            level = next((level for level in self._unsent if opens_at[level] <= now), None)
+            if level is None:
+                return min(opens_at.values())
+            self._send_changes(level, now)
+        if self._unsent and not credit.is_open:
             self._note_lack_of_credit()
+        return None
 
     def _note_lack_of_credit(self) -> None:
         """Has the tasks that have not heard of it wait no longer than for so long. O(1) for each of
@@ -180,8 +201,8 @@ class RequestChannel(ConnectionHandler):
                     break
                 change.note_lack_of_credit()
 
-    def _send_changes(self) -> None:
-        level, unsent = next(iter(self._unsent.items()))
+    def _send_changes(self, level: _Level, now: float) -> None:
+        unsent = self._unsent[level]
         count = count_for_one_bundle(change.change for change in unsent)
         pending_changes = list(islice(unsent, count))
         for change in pending_changes:
@@ -192,8 +213,9 @@ class RequestChannel(ConnectionHandler):
         # Changes of one partition keep their order.
         pending_changes.sort(key=_PARTITION)
         bundle = ChangeBundle([change.change for change in pending_changes])
-        resolve = partial(_resolve_bundle, bundle, pending_changes)
         opaque = self.connection.session.new_opaque()
+        window = self._windows[level]
+        resolve = partial(_resolve_bundle, bundle, pending_changes, window, opaque)
         try:
             self.connection.send(bundle.message(opaque))
         except UprError as error:
@@ -201,6 +223,7 @@ class RequestChannel(ConnectionHandler):
             return
         for change in pending_changes:
             change.is_sent = True
+        window.note_sent(opaque, now)
         self._resolvers[opaque] = resolve
         self.requests += 1
 
@@ -228,7 +251,8 @@ class RequestChannel(ConnectionHandler):
         return await reply.wait()
 
     async def change(self, change: Change) -> WriteResult:
-        """Makes a change: sent at once, with those that other tasks make now. Waits for the answer.
+        """Makes a change: sent at once, with those that other tasks make now; with more of them if
+        much is on its way already, see `BundleWindow`. Waits for the answer.
         Cancelled before the change was sent, it was not made."""
         connection = self.connection
         if connection.failure is not None:
