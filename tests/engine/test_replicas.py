@@ -926,6 +926,18 @@ def test_what_comes_late_by_an_old_connection_does_not_count() -> None:
     assert progress.seq_reached_by(1) == 9
 
 
+def test_what_comes_late_does_not_count_though_the_newer_connection_has_ended() -> None:
+    progress = ReplicaProgress()
+    old_connection, new_connection, newest_connection = 1, 2, 3
+    progress.report("a", SeqNo(5), SeqNo(5), new_connection)
+    progress.forget_replica("a", new_connection)
+    progress.report("a", SeqNo(7), SeqNo(7), old_connection)
+    assert progress.seq_reached_by(1) == 0
+    assert not len(progress)
+    progress.report("a", SeqNo(6), SeqNo(6), newest_connection)
+    assert progress.seq_reached_by(1) == 6
+
+
 def test_closing_an_old_connection_keeps_the_reports_of_a_newer_one() -> None:
     progress = ReplicaProgress()
     old_connection, new_connection = 1, 2

@@ -88,3 +88,28 @@ async def test_a_late_report_by_an_old_connection_does_not_count(
         assert partition.replicas.seq_reached_by(1) == 1
         await report(new, 2)
         assert partition.replicas.seq_reached_by(1) == 2
+
+
+async def test_a_late_report_does_not_count_though_the_newer_connection_has_ended(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It named what the replica had given up before it connected anew, and counted until the old
+    connection ended, too."""
+    server = make_server()
+    monkeypatch.setattr(server.partition_maps, "is_replica", lambda *_arguments: True)
+    async with connected(server, identity="replica:r") as old:
+        await old.open()
+        await old.mutate(sets(b"k"))
+        await old.mutate(sets(b"k"))
+        (bucket,) = server.catalog.buckets
+        (partition,) = bucket.partitions
+        history_id = partition.failover_log.current
+        async with connected(server, identity="replica:r") as new:
+            await new.open()
+            await new.say(ReplicaAck(((P0, history_id, SeqNo(1), SeqNo(0)),)))
+            await trio.testing.wait_all_tasks_blocked()
+            assert partition.replicas.seq_reached_by(1) == 1
+        await trio.testing.wait_all_tasks_blocked()
+        await old.say(ReplicaAck(((P0, history_id, SeqNo(2), SeqNo(0)),)))
+        await trio.testing.wait_all_tasks_blocked()
+        assert partition.replicas.seq_reached_by(1) == 0

@@ -21,7 +21,6 @@ OnReplicated = Callable[[bool], None]
 
 @attrs.define
 class _Report:
-    connection_number: int
     received_seq: SeqNo
     persisted_seq: SeqNo
 
@@ -39,10 +38,12 @@ class ReplicaProgress:
     All of them are of the history that the partition is in: a report of another says nothing.
     """
 
-    __slots__ = ("_reports", "_void_calls", "_waiting_calls")
+    __slots__ = ("_connection_numbers", "_reports", "_void_calls", "_waiting_calls")
 
     def __init__(self) -> None:
         self._reports: dict[str, _Report] = {}
+        self._connection_numbers: dict[str, int] = {}
+        """The newest connection by which each replica has reported; it may have ended."""
         self._waiting_calls: dict[tuple[int, bool], deque[_WaitingCall]] = {}
         """By level, with rising numbers and deadlines: how many copies, and whether on disk."""
         self._void_calls: deque[_WaitingCall] = deque()
@@ -68,28 +69,29 @@ class ReplicaProgress:
             persisted_seq: The last one that it has on disk.
             connection_number: The connection it came by; newer ones have higher numbers. A replica
                 may connect anew before the old connection is gone. What comes by that one, once the
-                replica has reported by the newer one, is late, and does not count.
+                replica has reported by the newer one, is late, and does not count; also if the
+                newer one has ended.
 
         Returns:
             As `make_calls`.
         """
-        report = self._reports.get(replica)
-        if report is not None and report.connection_number > connection_number:
+        if self._connection_numbers.get(replica, 0) > connection_number:
             return 0
-        self._reports[replica] = _Report(connection_number, received_seq, persisted_seq)
+        self._connection_numbers[replica] = connection_number
+        self._reports[replica] = _Report(received_seq, persisted_seq)
         return self.make_calls()
 
     def forget_replica(self, replica: str, connection_number: int = 0) -> None:
         """The connection of a replica is gone. What it was counted for stays counted."""
-        report = self._reports.get(replica)
-        if report is not None and report.connection_number == connection_number:
-            del self._reports[replica]
+        if self._connection_numbers.get(replica) == connection_number:
+            self._reports.pop(replica, None)
 
     def keep_replicas(self, names: Container[str]) -> None:
         """The partition has these replicas from now on: what other nodes have reported does not
         count any more. O(reports)."""
-        for name in [name for name in self._reports if name not in names]:
-            del self._reports[name]
+        for name in [name for name in self._connection_numbers if name not in names]:
+            del self._connection_numbers[name]
+            self._reports.pop(name, None)
 
     def clear(self) -> None:
         """The partition is in another history, or not active any more: what waits is answered with
