@@ -68,7 +68,7 @@ from upr_server.storage.errors import DiskFullError
 from upr_server.storage.online.bucket_disk import BucketDisk
 from upr_server.storage.online.flusher import STEP_ANSWERS
 from upr_server.storage.online.maintenance import IDLE_S, REST_S
-from upr_server.storage.records import PartitionRecord
+from upr_server.storage.records import PartitionRecord, chunk_key
 from upr_server.storage.simulated import SimulatedStore
 
 PARTITION: Final = PartitionId(0)
@@ -538,6 +538,26 @@ async def test_a_rollback_keeps_what_was_received_and_not_yet_on_disk(
         await follower.lose(4)
         await trio.sleep(30)
         assert follower.starts[-1] == 4
+
+
+async def test_a_damaged_chunk_holds_up_no_rollback(autojump_clock: MockClock) -> None:
+    """No partition of the source was replicated any more: all of them have one connection."""
+    async with replica(partition_count=2) as follower:
+        await follower.assign(*[Assignment("a", {"b": ""})] * 2)
+        source = follower.source
+        for _ in range(3):
+            # Too large to be put together.
+            source.put(key_in(PARTITION, 2), bytes(SHORT_RUN_BYTES_MAX))
+            await follower.persist()
+        log, _ = follower.store.directory.disks[BUCKET]
+        log.flip_bit(chunk_key(PARTITION, 2), 0)
+        await follower.lose(2)
+        source.put(key_in(OTHER_PARTITION, 2), b"value")
+        other_partition = follower.disk.bucket.partitions[OTHER_PARTITION]
+        await eventually(lambda: other_partition.high_seq == 1, "the other one is replicated")
+        await follower.persist()
+        assert follower.partition.failover_log.current == NEW_HISTORY
+        assert SeqNo(1) in follower.starts
 
 
 async def test_a_rollback_that_waits_for_room_lets_compaction_make_it(

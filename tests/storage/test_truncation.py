@@ -25,6 +25,7 @@ from upr_server.storage.records import (
     LeaseRecord,
     PartialRecord,
     PartitionRecord,
+    chunk_key,
 )
 from upr_server.storage.simulated_disk import SimulatedDisk
 from upr_server.storage.stored_bucket import StoredAnswer
@@ -243,6 +244,19 @@ def test_indexed_mutations_cannot_be_truncated() -> None:
         bucket.truncate(PARTITION, record(10), ())
     assert bucket.log.find_snapshot_end(PARTITION, SeqNo(29), SeqNo(25)) is None
     assert bucket.log.find_snapshot_end(PARTITION, SeqNo(99), SeqNo(25)) == 30
+
+
+def test_a_snapshot_end_is_found_below_a_damaged_chunk() -> None:
+    log = SimulatedDisk()
+    bucket = BucketStorage(log, SimulatedDisk())
+    bucket.log.create(BucketRecord("b", 2, 0), [record(0)] * 2)
+    bucket.open()
+    bucket.commit([write(30, 10, 20, 30)])
+    log.flip_bit(chunk_key(PARTITION, 20), 0)
+    assert bucket.log.find_snapshot_end(PARTITION, SeqNo(25), SeqNo(0)) == 10
+    assert bucket.log.find_snapshot_end(PARTITION, SeqNo(25), SeqNo(15)) is None
+    bucket.truncate(PARTITION, record(10), ())
+    assert bucket.log.find_snapshot_end(PARTITION, SeqNo(99), SeqNo(0)) == 10
 
 
 def test_no_snapshot_end_is_found_where_compaction_has_been_even_without_the_index(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from itertools import islice
 from typing import cast
 
@@ -57,8 +58,8 @@ class ChunkReader:
 
         Above the index's watermark every snapshot end is marked. Up to a watermark at which the
         partition was once compacted none is, even if the index was lost since: superseded mutations
-        are missing there, so no point is a state of the past. O(chunks from the result to the
-        ceiling).
+        are missing there, so no point is a state of the past. A damaged chunk is passed: nobody
+        knows whether a snapshot ends with it. O(chunks from the result to the ceiling).
         """
         with self.ordered_map.read() as transaction:
             high = self._record(transaction, partition).high
@@ -72,9 +73,10 @@ class ChunkReader:
                     break
                 key, value = bytes(record[0]), record[1]
                 _, end = parse_chunk_key(key)
-                _, ends_snapshot = parse_chunk_head(key, value)
-                if ends_snapshot:
-                    return SeqNo(end)
+                with suppress(CorruptionError):
+                    _, ends_snapshot = parse_chunk_head(key, value)
+                    if ends_snapshot:
+                        return SeqNo(end)
                 through = SeqNo(end - 1)
         return None
 
