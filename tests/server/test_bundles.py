@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Sequence
 from itertools import count, islice, pairwise
+from typing import Any
 
 import pytest
 import trio
@@ -29,7 +30,14 @@ from tests.server.test_durability import (
 from upr_protocol.chunk import Bundle, Chunk, CounterDelta, Mutation
 from upr_protocol.errors import Status
 from upr_protocol.hashing import partition_of
-from upr_protocol.ids import Durability, Operation, PartitionId, PartitionState
+from upr_protocol.ids import (
+    Durability,
+    HistoryId,
+    Operation,
+    PartitionId,
+    PartitionState,
+    SeqNo,
+)
 from upr_protocol.limits import BUNDLE_MUTATIONS_MAX, VALUE_BYTES_MAX
 from upr_protocol.users import Grant, Right, User
 from upr_protocol.wire import Get, GetReply, Mutate, MutateReply, Refusal, RunResult
@@ -37,6 +45,7 @@ from upr_server.app import Server
 from upr_server.engine import batch_of
 from upr_server.engine.evaluation import EXPIRY_COST
 from upr_server.engine.partition import EXPIRE_BEFORE_RUN_MAX, EXPIRE_MAX
+from upr_server.engine.replica_progress import ReplicaProgress
 from upr_server.net.access import Access
 from upr_server.net.handlers.publishing import (
     AWAITED_RUNS,
@@ -118,6 +127,34 @@ async def test_a_refused_run_leaves_the_others_alone() -> None:
         assert statuses == [Status.OK, not_here, Status.OK, not_here]
         assert reply.runs[1] == RunResult(P1, not_here)
         assert await value_of(peer, keys[2], PartitionId(2)) == b"v"
+
+
+async def test_a_run_of_a_history_that_has_ended_does_not_count_as_replicated(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The runs of a bundle are applied, and then waited for, in steps. In between a partition may
+    be handed over, and come back in a history without the run: what replicas have of that says
+    nothing of it."""
+    async with serving(SimulatedStore()) as server, speaking(server) as peer:
+        monkeypatch.setattr(server.partition_maps, "replicas", lambda *_arguments: ["r"])
+        partitions = server.catalog.bucket("b").partitions
+        call_when_reached = ReplicaProgress.call_when_reached
+
+        def between_two_steps(*arguments: Any, **options: Any) -> None:
+            monkeypatch.setattr(ReplicaProgress, "call_when_reached", call_when_reached)
+            new_log = partitions[1].failover_log.with_branch(HistoryId(777), SeqNo(0))
+            partitions[1].change_state(PartitionState.ACTIVE, new_log)
+            for partition in partitions:
+                partition.replicas.report("r", SeqNo(1), SeqNo(1))
+            call_when_reached(*arguments, **options)
+
+        monkeypatch.setattr(ReplicaProgress, "call_when_reached", between_two_steps)
+        opaque = peer.opaque()
+        bundle = bundle_of((P0, sets(A0)), (P1, sets(B1)))
+        await peer.say(Mutate(bundle, bytes(16), Durability.REPLICATED, 1, opaque=opaque))
+        reply = await answer_to(peer, opaque)
+        assert isinstance(reply, MutateReply)
+        assert [run.status for run in reply.runs] == [Status.OK, Status.NOT_DURABLE_YET]
 
 
 async def test_a_run_that_is_sent_again_in_another_bundle_has_no_second_effect() -> None:

@@ -339,6 +339,11 @@ class _BundleRequest(OrderedReply):
                 call(index, result, False)
                 continue
             partition, seq = bucket.partitions[result.partition], result.last_seq
+            if target.copies and partition.failover_log.current != result.history_id:
+                # Others have had their turn since the run was applied, and the partition is in a
+                # history that may lack it: what replicas have of that does not count.
+                call(index, result, True, is_replicated=False)
+                continue
             call_when_durable(partial(call, index, result), partition, self._flusher, seq, target)
 
     def _target(self) -> DurabilityTarget:
