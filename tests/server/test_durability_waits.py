@@ -153,9 +153,10 @@ class Waiting:
                     assert answer is Status.HISTORY_CHANGED
                 elif reached >= seq:
                     assert answer == reached
+                elif partition.state is PartitionState.DEAD:
+                    assert answer is Status.NOT_MY_PARTITION
                 else:
-                    is_late = deadline <= trio.current_time()
-                    assert is_late or partition.state is PartitionState.DEAD
+                    assert deadline <= trio.current_time()
                     assert answer is Status.TIMED_OUT
             else:
                 assert deadline > trio.current_time()

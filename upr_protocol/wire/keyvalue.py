@@ -215,7 +215,7 @@ class Await(Message, frozen=True):
     `TIMED_OUT` after `deadline_ms`; with `BAD_ARGUMENT` if the partition has not reached the
     number, or a replicated level has 0 copies; with `TOO_FEW_REPLICAS` if the partition has fewer
     replicas than `copies`, or none at all; and with `NOT_MY_PARTITION` if the server is not active
-    for it."""
+    for it, or does not stay so while it waits for replicas."""
 
     opcode = 0x15
     sender = Role.CLIENT

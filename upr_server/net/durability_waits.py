@@ -109,10 +109,14 @@ class _Group:
         return self.partition.failover_log.current == self.history_id
 
     @property
+    def lacks_followers(self) -> bool:
+        """Whether it waits for replicas, and these follow another node now."""
+        return self.target.copies > 0 and self.partition.state not in _FOLLOWED
+
+    @property
     def cannot_be_reached(self) -> bool:
         """Whether no number is expected to be reached any more."""
-        is_followed = self.partition.state in _FOLLOWED
-        return not self.is_in_history or (self.target.copies > 0 and not is_followed)
+        return not self.is_in_history or self.lacks_followers
 
 
 class OwedBytes(Protocol):
@@ -293,6 +297,11 @@ class DurabilityWaits:
         elif not group.is_in_history:
             sentence = "the number belongs to another history now"
             error = ServerError(Status.HISTORY_CHANGED, sentence)
+        elif reached < request.seq and group.lacks_followers:
+            # In this history another node may be active: there the client goes on waiting.
+            state = group.partition.state.name.lower()
+            sentence = f"partition {request.partition} is {state} here now, not active"
+            error = ServerError(Status.NOT_MY_PARTITION, sentence)
         elif reached < request.seq:
             sentence = f"partition {request.partition} has reached {reached} at this level"
             error = ServerError(Status.TIMED_OUT, sentence)
