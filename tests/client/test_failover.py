@@ -50,8 +50,8 @@ async def test_a_replica_becomes_active_and_the_old_active_follows() -> None:
         await group.until(lambda: group.states("a") == REPLICA)
         await group.until(lambda: highs(group, "a") == highs(group, "b") == highs(group, "c"))
         group.check()
-        assert group.progress[0] == "b, c: revision 48, fenced for partitions 0-3"
-        assert group.progress[1] == "b: revision 49, active for partitions 0-3"
+        assert group.progress[0] == "b, c: revision 4096, fenced for partitions 0-3"
+        assert group.progress[1] == "b: revision 4097, active for partitions 0-3"
 
 
 async def test_without_a_target_the_partitions_are_shared_out() -> None:
@@ -205,7 +205,7 @@ async def test_of_two_failovers_at_the_same_time_one_at_most_makes_a_node_active
         assert commands.errors
         for error in commands.errors:
             assert isinstance(error, OvertakenError)
-            assert "has revision 48 from another command" in str(error)
+            assert "has revision 4096 from another command" in str(error)
         active_nodes = [node for node in "bc" if PartitionState.ACTIVE in group.states(node)]
         assert len(active_nodes) == 2 - len(commands.errors)
         if not active_nodes:

@@ -17,6 +17,7 @@ from upr_protocol.client.operator.plan import (
     active_assignment,
     fenced_assignment,
     fences_needed,
+    first_failover_revision,
     first_revision,
     handover_assignment,
     last_active_of,
@@ -236,6 +237,12 @@ def test_every_planned_map_is_valid(before: Assignment, data: st.DataObject) -> 
 def test_a_command_takes_its_revisions_from_a_block_of_its_own() -> None:
     assert [first_revision(newest) for newest in (0, 1, 15, 16, 17)] == [16, 16, 16, 32, 32]
     assert COMMAND_REVISIONS == 16
+
+
+def test_a_failover_outranks_other_commands() -> None:
+    """Also those that have reached only nodes which it does not reach."""
+    revisions = [first_failover_revision(newest) for newest in (0, 4095, 4096, 4113)]
+    assert revisions == [4096, 4096, 8192, 8192]
 
 
 def test_partitions_are_written_as_ranges() -> None:

@@ -17,20 +17,22 @@ from tests.kit.server_group import (
     ServerGroup,
     running_servers,
 )
-from upr_protocol.client import NodeClient
+from upr_protocol.client import Address, NodeClient, connect
 from upr_protocol.client.operator import (
     NotDoneError,
     Operator,
     OvertakenError,
     TakeoverTimeouts,
+    fail_over,
     take_over,
 )
 from upr_protocol.client.operator.plan import active_assignment, partitions_text
 from upr_protocol.client.operator.takeover import HANDOVER_LAG_CHANGES
 from upr_protocol.failover import FailoverLog
 from upr_protocol.hashing import partition_of
-from upr_protocol.ids import HistoryId, PartitionState, SeqNo
+from upr_protocol.ids import Durability, HistoryId, PartitionState, SeqNo
 from upr_protocol.partition_map import HistoryPoint, PartitionMap
+from upr_protocol.transport import dial_tcp
 
 ACTIVE = [PartitionState.ACTIVE] * PARTITIONS
 REPLICA = [PartitionState.REPLICA] * PARTITIONS
@@ -506,3 +508,50 @@ async def test_a_takeover_from_a_node_that_stops_answering_says_what_to_do() -> 
         assert group.states("b") == ACTIVE
         group.proxies["a"].heal()
         await group.until(lambda: group.states("a") == REPLICA)
+
+
+def operator_that_cannot_reach(group: ServerGroup, unreached: str, name: str) -> Operator:
+    """An operator in another part of the network than a node, who asks the node `name` first."""
+
+    async def dial(address: Address) -> trio.abc.Stream:
+        if address.port == group.proxies[unreached].port:
+            raise OSError("no route to host")
+        return await dial_tcp(address)
+
+    return group.operator(name, dial=dial)
+
+
+async def test_a_takeover_that_gives_back_does_not_undo_a_failover(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The failover does not reach the old active, and so does not know the map that hands over. The
+    map that gives back had a higher revision than the failover's, and the nodes gave up what they
+    had acknowledged since."""
+    set_map = NodeClient.set_map
+    async with running_servers("abc") as group:
+        await group.servers["b"].partition_maps.stop()
+        await group.set("a", {"k": "v"})
+        await group.until(lambda: highs(group, "c") == highs(group, "a"))
+
+        async def set_map_after_failover(
+            node: NodeClient, expected: int, new_map: PartitionMap
+        ) -> None:
+            if new_map.partitions[0].active == "a":
+                monkeypatch.setattr(NodeClient, "set_map", set_map)
+                await fail_over(operator_that_cannot_reach(group, "a", "c"), to="c", all_of="a")
+                async with connect(group.servers["c"].url("b"), follow_map=False) as client:
+                    await client.set(
+                        "acknowledged", "1", durability=Durability.REPLICATED, copies=1
+                    )
+            await set_map(node, expected, new_map)
+
+        monkeypatch.setattr(NodeClient, "set_map", set_map_after_failover)
+        timeouts = TakeoverTimeouts(handover_s=0.1)
+        with pytest.raises((NotDoneError, OvertakenError)) as refusal:
+            await take_over(group.operator(), to="b", all_of="a", timeouts=timeouts)
+        await group.until(lambda: group.map("a") == group.map("b") == group.map("c"))
+        assert group.states("c") == ACTIVE
+        assert await group.get("c", "acknowledged") == "1"
+        await group.until(lambda: group.states("a") == REPLICA)
+        group.check()
+        assert isinstance(refusal.value, OvertakenError)

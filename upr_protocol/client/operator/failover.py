@@ -19,6 +19,7 @@ from upr_protocol.client.operator.plan import (
     active_assignment,
     fenced_assignment,
     fences_needed,
+    first_failover_revision,
     last_active_of,
     most_complete,
     partitions_text,
@@ -84,7 +85,9 @@ class _Failover:
         partitions: list[PartitionId],
         acknowledged: int,
     ) -> None:
-        self._change = MapChange(operator, survey, partitions)
+        self._change = MapChange(
+            operator, survey, partitions, first_failover_revision(survey.map.revision)
+        )
         self._survey = survey
         self._acknowledged = acknowledged
         self._report = operator.on_progress

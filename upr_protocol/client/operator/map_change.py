@@ -8,7 +8,6 @@ from upr_protocol.client.operator.errors import NotDoneError, PartlyDoneError
 from upr_protocol.client.operator.map_publisher import MapPublisher
 from upr_protocol.client.operator.plan import (
     fenced_assignment,
-    first_revision,
     last_active_of,
     partitions_text,
 )
@@ -27,10 +26,14 @@ class MapChange:
     """
 
     def __init__(
-        self, operator: Operator, survey: Survey, partitions: Iterable[PartitionId]
+        self,
+        operator: Operator,
+        survey: Survey,
+        partitions: Iterable[PartitionId],
+        first_revision: int,
     ) -> None:
         self._base_map = survey.require_map()
-        self.revision = first_revision(self._base_map.revision)
+        self.revision = first_revision
         self._command = operator.draw_command()
         self.operator = operator
         self.survey = survey

@@ -25,6 +25,17 @@ def first_revision(newest: int) -> int:
     return (newest // COMMAND_REVISIONS + 1) * COMMAND_REVISIONS
 
 
+FAILOVER_REVISIONS: Final = 4096
+"""The maps of a failover count more than those of so many revisions of other commands. Such maps
+may have reached nodes that the failover does not reach, or reach them later. They know nothing of
+what was acknowledged since the failover."""
+
+
+def first_failover_revision(newest: int) -> int:
+    """The first revision of a failover that finds the revision `newest`."""
+    return (newest // FAILOVER_REVISIONS + 1) * FAILOVER_REVISIONS
+
+
 # Assignments.
 
 

@@ -30,6 +30,7 @@ from upr_protocol.client.operator.handback import WAS_ACTIVE, Handback
 from upr_protocol.client.operator.map_change import MapChange, choose_partitions
 from upr_protocol.client.operator.plan import (
     active_assignment,
+    first_revision,
     handover_assignment,
     last_active_of,
 )
@@ -136,7 +137,9 @@ class _Takeover:
         self._survey = survey
         self._source = source
         self._target = target
-        self._change = MapChange(operator, survey, partitions)
+        self._change = MapChange(
+            operator, survey, partitions, first_revision(survey.map.revision)
+        )
         self._publisher = self._change.publisher
         self._handback = Handback(self._change, source, target)
 
