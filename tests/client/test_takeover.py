@@ -555,3 +555,40 @@ async def test_a_takeover_that_gives_back_does_not_undo_a_failover(
         await group.until(lambda: group.states("a") == REPLICA)
         group.check()
         assert isinstance(refusal.value, OvertakenError)
+
+
+async def test_a_takeover_gives_nothing_back_once_a_failover_has_its_target(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The target refuses. Before it is fenced, a failover that does not reach the old active makes
+    another node active: two nodes accepted writes until the old active heard of it."""
+    set_map = NodeClient.set_map
+    wrong = FailoverLog.of_pairs([(HistoryId(7), SeqNo(0))])
+    async with running_servers("abc") as group:
+        await group.set("a", {"k": "v"})
+        await group.until(lambda: highs(group, "a") == highs(group, "b") == highs(group, "c"))
+        own_log = group.partition("b").failover_log
+
+        async def set_map_after_failover(
+            node: NodeClient, expected: int, new_map: PartitionMap
+        ) -> None:
+            if new_map.partitions[0].lost_active:
+                monkeypatch.setattr(NodeClient, "set_map", set_map)
+                group.partition("b").change_state(PartitionState.REPLICA, own_log)
+                await fail_over(operator_that_cannot_reach(group, "a", "c"), to="c", all_of="a")
+            await set_map(node, expected, new_map)
+
+        def on_progress(sentence: str) -> None:
+            if sentence.startswith("a: ") and "hands over" in sentence:
+                group.before_map(
+                    "b", lambda: group.partition("b").change_state(PartitionState.REPLICA, wrong)
+                )
+
+        monkeypatch.setattr(NodeClient, "set_map", set_map_after_failover)
+        with pytest.raises(OvertakenError, match="b has revision 4097 from another command"):
+            await take_over(group.operator(on_progress=on_progress), to="b", all_of="a")
+        assert not any("active again" in sentence for sentence in group.progress)
+        assert group.states("a") != ACTIVE
+        await group.until(lambda: group.states("a") == REPLICA)
+        assert group.states("c") == ACTIVE
+        group.check()

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Final
 
-from upr_protocol.client.operator.errors import NotDoneError, OvertakenError, PartlyDoneError
+from upr_protocol.client.operator.errors import NotDoneError, PartlyDoneError
 from upr_protocol.client.operator.map_change import MapChange, choose_partitions
 from upr_protocol.client.operator.plan import (
     PartitionCopy,
@@ -193,11 +193,6 @@ class _Failover:
         """
         change, revision = self._change, self._change.revision
         failures, reports = await change.fence(self._reached_holders(), change.assignments)
-        for error in failures.values():
-            if isinstance(error, OvertakenError):
-                # Another failover has fenced this node. If both went on, with different nodes that
-                # they have fenced, they might make different nodes active.
-                raise error
         for name, error in failures.items():
             self._report(f"{name} is not fenced: {error}")
         for name, report in reports.items():

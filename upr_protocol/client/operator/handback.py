@@ -85,6 +85,9 @@ class Handback:
 
         Returns:
             Whether all of them are fenced.
+
+        Raises:
+            OvertakenError: One of them has the map of another command, which decides who is active.
         """
         change = self._change
         timeout_s = change.operator.ask_timeout_s

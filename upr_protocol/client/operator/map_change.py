@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
-from upr_protocol.client.operator.errors import NotDoneError, PartlyDoneError
+from upr_protocol.client.operator.errors import NotDoneError, OvertakenError, PartlyDoneError
 from upr_protocol.client.operator.map_publisher import MapPublisher
 from upr_protocol.client.operator.plan import (
     fenced_assignment,
@@ -60,9 +60,16 @@ class MapChange:
 
         Returns:
             The nodes that are not known to be fenced, and why; and the reports of the others.
+
+        Raises:
+            OvertakenError: One of them has the map of another command. If both went on, with
+                different nodes that they have fenced, they might make different nodes active.
         """
         fencing_map = self.next_map({n: fenced_assignment(a) for n, a in assignments.items()})
         failures = await self.publisher.publish_to(nodes, fencing_map, timeout_s)
+        for error in failures.values():
+            if isinstance(error, OvertakenError):
+                raise error
         addresses = {n: self.publisher.addresses[n] for n in nodes if n not in failures}
         return failures, await self.operator.node_reports(addresses)
 

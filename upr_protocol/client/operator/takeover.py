@@ -137,9 +137,7 @@ class _Takeover:
         self._survey = survey
         self._source = source
         self._target = target
-        self._change = MapChange(
-            operator, survey, partitions, first_revision(survey.map.revision)
-        )
+        self._change = MapChange(operator, survey, partitions, first_revision(survey.map.revision))
         self._publisher = self._change.publisher
         self._handback = Handback(self._change, source, target)
 
