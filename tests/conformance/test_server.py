@@ -7,9 +7,12 @@ from contextlib import aclosing
 import pytest
 
 from tests.kit.process import UPR_SERVER, run, server_process
+from upr_protocol.errors import Status
+from upr_protocol.wire import Error, Message, Noop
 from upr_server.app import running_server
-from upr_server.config import ServerConfig
+from upr_server.config import BucketConfig, ServerConfig
 from upr_server.conformance import CLIENT_SCENARIOS, check_server, server_scenario_names
+from upr_server.conformance.failure import ConformanceError, expect_message
 from upr_server.storage.simulated import SimulatedStore
 
 
@@ -25,6 +28,29 @@ async def test_this_server_passes_every_scenario(subtests: pytest.Subtests) -> N
                 assert verdict.failure == ""
             passed_titles.append(verdict.scenario)
     assert passed_titles == server_scenario_names()
+
+
+async def test_a_refusal_is_told_in_the_words_of_the_other_side() -> None:
+    """The runner said only that there was one, so nobody learned what to mend."""
+    config = ServerConfig(listen="127.0.0.1:0", buckets=(BucketConfig("conformance", 1),))
+    async with (
+        running_server(config, SimulatedStore()) as server,
+        aclosing(check_server("127.0.0.1", server.port, ["get"])) as verdicts,
+    ):
+        failures = [verdict.failure async for verdict in verdicts]
+    (failure,) = failures
+    assert failure.startswith("expected BucketDone; the server said Refusal (BUCKET_EXISTS, ")
+    assert "conformance" in failure
+
+    async def receive() -> Message:
+        return Error("the chunk\x1b[2J is wrong", "", status=Status.MALFORMED)
+
+    with pytest.raises(ConformanceError) as caught:
+        await expect_message("client", Noop, receive, ())
+    # What a terminal would obey is shown as text.
+    assert str(caught.value) == (
+        r"expected Noop; the client said Error (MALFORMED, 'the chunk\x1b[2J is wrong')"
+    )
 
 
 async def test_the_command_names_what_fails_and_ends_with_1() -> None:

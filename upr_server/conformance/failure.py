@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
-from typing import TypeVar
+from typing import Final, TypeVar
 
-from upr_protocol.errors import UprError
-from upr_protocol.wire import Message
+from upr_protocol.errors import Status, UprError
+from upr_protocol.wire import Error, Message, Refusal
 
 M = TypeVar("M", bound=Message)
+
+_STATUS_NAMES: Final = {status.value: status.name for status in Status}
 
 
 class ConformanceError(UprError):
@@ -37,7 +39,17 @@ async def expect_message(
         if isinstance(message, kind):
             return message
         if not isinstance(message, ignored_types):
-            action = (
-                "closed the connection" if message is None else f"said {type(message).__name__}"
-            )
-            raise ConformanceError(f"expected {kind.__name__}; the {peer} {action}")
+            raise ConformanceError(f"expected {kind.__name__}; the {peer} {what_was_done(message)}")
+
+
+def what_was_done(message: Message | None) -> str:
+    """What the other side did, in words: it `said` a message, or closed the connection (None). A
+    refusal is told with its reason."""
+    if message is None:
+        return "closed the connection"
+    name = type(message).__name__
+    if isinstance(message, Error | Refusal):
+        status = _STATUS_NAMES.get(message.status, message.status)
+        # Quoted: it may have characters that a terminal obeys.
+        return f"said {name} ({status}, {message.sentence!r})"
+    return f"said {name}"

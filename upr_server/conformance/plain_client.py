@@ -23,7 +23,7 @@ from upr_protocol.wire import (
     PartitionLog,
     decode,
 )
-from upr_server.conformance.failure import ConformanceError, expect_message
+from upr_server.conformance.failure import ConformanceError, expect_message, what_was_done
 
 M = TypeVar("M", bound=Message)
 
@@ -110,7 +110,7 @@ class PlainClient:
         while not isinstance(message := await self.expect(Message), Opened):
             if not isinstance(message, PartitionLog):
                 raise ConformanceError(
-                    f"expected PartitionLog or Opened; the server said {type(message).__name__}"
+                    f"expected PartitionLog or Opened; the server {what_was_done(message)}"
                 )
             logs.append(message)
         await self.expect(Credit)

@@ -46,7 +46,7 @@ from upr_protocol.wire import (
     Stream,
     StreamReply,
 )
-from upr_server.conformance.failure import ConformanceError, expect_message
+from upr_server.conformance.failure import ConformanceError, expect_message, what_was_done
 
 M = TypeVar("M", bound=Message)
 
@@ -170,9 +170,7 @@ class ScriptedServer:
         its way."""
         while (message := await self.receive()) is not None and not isinstance(message, Close):
             if not isinstance(message, Noop | Ack | Go):
-                raise ConformanceError(
-                    f"expected the end; the client said {type(message).__name__}"
-                )
+                raise ConformanceError(f"expected the end; the client {what_was_done(message)}")
         await self.cut_connection()
 
     # The steps of a conversation.

@@ -47,7 +47,7 @@ from upr_protocol.wire import (
     StreamEnd,
     StreamReply,
 )
-from upr_server.conformance.failure import ConformanceError
+from upr_server.conformance.failure import ConformanceError, what_was_done
 from upr_server.conformance.plain_client import PlainClient, plain_client
 from upr_server.conformance.wrong_frames import (
     BUCKET,
@@ -363,7 +363,7 @@ async def _answer_to(client: PlainClient, case: WrongInput) -> Message:
         kind = _ANSWERS.get(case.outcome)
         require(
             kind is type(message),
-            f"expected {case.outcome.value}; the server said {type(message).__name__}",
+            f"expected {case.outcome.value}; the server {what_was_done(message)}",
         )
         return message
 
