@@ -48,10 +48,18 @@ from upr_protocol.ids import (
     SeqNo,
 )
 from upr_protocol.partition_map import Assignment, PartitionMap
-from upr_protocol.scram import EXTERNAL, SCRAM, SCRAM_PLUS, ScramClient
+from upr_protocol.scram import (
+    EXTERNAL,
+    SCRAM,
+    SCRAM_PLUS,
+    FirstMessage,
+    ScramClient,
+    ScramError,
+)
 from upr_protocol.security import Credentials
 from upr_protocol.session.flow_control import Allowance
 from upr_protocol.session.keepalive import DEAD_AFTER_INTERVALS
+from upr_protocol.users import UsersError
 from upr_protocol.wire import (
     HEADER_BYTES,
     MESSAGES,
@@ -88,6 +96,7 @@ from upr_server.engine.publisher_answers import (
     PublisherAnswers,
     WriterToken,
 )
+from upr_server.net import backlog
 
 TEXT: Final = " ".join(
     (Path(__file__).resolve().parents[1] / "docs" / "protocol.md").read_text().split()
@@ -96,6 +105,15 @@ TEXT: Final = " ".join(
 
 SET: Final = Operation.SET
 VALUE_MAX: Final = limits.VALUE_BYTES_MAX
+
+
+def begins_log_in(name: str, nonce: str) -> bool:
+    """Whether a server answers a log-in that begins so."""
+    try:
+        FirstMessage.read(SCRAM, f"n,,n={name},r={nonce}".encode(), offers_binding=False)
+    except (ScramError, UsersError):
+        return False
+    return True
 
 
 def is_bucket_name(name: str) -> bool:
@@ -821,6 +839,29 @@ QUESTIONS: Final[dict[str, tuple[str, Callable[[], bool]]]] = {
     "is NO_BUCKET of a run asked again at another node?": (
         "This is final, also on several nodes: the client reports it",
         lambda: not is_retryable(ServerError(Status.NO_BUCKET)),
+    ),
+    "may a client send all of its requests before it reads an answer?": (
+        (
+            "reads nothing more from a connection while more than 1 MiB of answers wait for the "
+            "client; while 16 of its requests, or more than 1 MiB of them, wait for data from disk "
+            "or for their turn; or while what it knows of answers that wait for the disk or for "
+            "replicas takes more than 16 MiB"
+        ),
+        lambda: (
+            (backlog.REPLIES_BYTES_MAX, backlog.QUEUED_REQUESTS_MAX, backlog.QUEUED_BYTES_MAX)
+            == (1 << 20, 16, 1 << 20)
+            and backlog.OWED_BYTES_MAX == 16 << 20
+        ),
+    ),
+    "how long may a name and a nonce be in a log-in?": (
+        "A name has 1 to 128 bytes in UTF-8, and the client's nonce 1 to 128 characters",
+        lambda: (
+            begins_log_in("u" * 128, "n" * 128)
+            and not begins_log_in("u" * 129, "n")
+            and not begins_log_in("u", "n" * 129)
+            and not begins_log_in("", "n")
+            and not begins_log_in("u", "")
+        ),
     ),
     "which opcodes below 0x80 does a server say?": (
         "below 0x80, also `Error` and `Noop`, which either side sends",
