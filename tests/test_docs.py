@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import re
 from pathlib import Path
 from typing import Any, Final
 
+import msgspec
 import pytest
 
 from docs.generate_protocol import (
@@ -47,6 +49,7 @@ from upr_protocol.wire import (
 from upr_server.app import running_server
 from upr_server.config import BucketConfig, ServerConfig
 from upr_server.conformance import WRONG_INPUTS, Outcome
+from upr_server.indexer.config import IndexerConfig
 from upr_server.storage.simulated import SimulatedStore
 
 ROOT: Final = Path(__file__).resolve().parents[1]
@@ -267,6 +270,52 @@ def field_names(fields: dict[str, Any], whole: set[str], prefix: str = "") -> se
         else:
             names.add(path)
     return names
+
+
+# What operators read.
+
+
+def page(name: str) -> str:
+    return (ROOT / "docs" / f"{name}.md").read_text()
+
+
+@pytest.mark.parametrize(
+    ("settings", "pages"),
+    [(ServerConfig, ("operations", "security")), (IndexerConfig, ("indexer",))],
+)
+def test_every_setting_is_in_a_table(
+    settings: type[msgspec.Struct], pages: tuple[str, ...]
+) -> None:
+    documented_names = names_in("\n".join(map(page, pages)))
+    assert set(settings.__struct_fields__) - documented_names - {"buckets"} == set()
+
+
+def test_every_error_in_the_servers_log_is_explained() -> None:
+    text = page("operations") + page("security")
+    unexplained_events = {
+        event
+        for path in (ROOT / "upr_server").rglob("*.py")
+        if "indexer" not in path.parts
+        for event in errors_logged(path)
+        # The pages leave out what stands behind a semicolon.
+        if f"`{event.partition(';')[0]}" not in text
+    }
+    assert unexplained_events == set()
+
+
+def errors_logged(path: Path) -> set[str]:
+    """The events that a module logs as errors."""
+    events = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        match node:
+            case ast.Call(
+                func=ast.Attribute(
+                    value=ast.Name(id="log"), attr="error" | "critical" | "exception"
+                ),
+                args=[ast.Constant(value=str(event)), *_],
+            ):
+                events.add(event)
+    return events
 
 
 # The architecture page names modules: a reader opens them.
