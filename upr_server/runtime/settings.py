@@ -9,7 +9,7 @@ from __future__ import annotations
 import tomllib
 from collections.abc import Collection, Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar, get_args, get_origin
 
 import msgspec
 
@@ -64,4 +64,15 @@ def load_settings(
         # Not strict: the environment has only text.
         return msgspec.convert(settings, kind, strict=False)
     except msgspec.ValidationError as error:
-        raise ConfigError(f"invalid configuration: {error}") from error
+        raise ConfigError(f"invalid configuration: {error}{_advice(kind, str(error))}") from error
+
+
+def _advice(kind: type[msgspec.Struct], sentence: str) -> str:
+    """What to write instead, where a setting is one of some words: msgspec's sentence does not say
+    which there are."""
+    name = sentence.rpartition("$.")[2].rstrip("`")
+    for field in msgspec.structs.fields(kind):
+        if field.name == name and get_origin(field.type) is Literal:
+            *others, last = get_args(field.type)
+            return f"; use {', '.join(others)} or {last}"
+    return ""
