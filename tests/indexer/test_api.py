@@ -213,7 +213,9 @@ async def test_wrong_requests_are_refused_with_their_place(site: Site) -> None:
     error = await refusal(asking.scan, "d/city", prefix=["a"], low=["a"])
     assert (error.code, error.place) == ("bad_query", "prefix")
     assert (await refusal(asking.scan, "d/city", low=[{}])).place == "low.key"
-    assert (await refusal(asking.scan, "d/city", limit=0)).code == "bad_query"
+    error = await refusal(asking.scan, "d/city", limit=0)
+    assert (error.code, error.place) == ("bad_query", "limit")
+    assert str(error) == "limit: Expected `int` >= 1"
     assert (await refusal(asking.scan, "d/city", continuation="x")).place == "continuation"
     assert (await refusal(asking.create, "e", b"x" * (1 << 20) + b"x")).code == "too_long"
     assert (await refusal(asking.create, "e", b"x" * (8 << 20))).code == "too_long"

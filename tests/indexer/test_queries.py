@@ -41,6 +41,7 @@ from upr_server.indexer.query import (
     QueryError,
     Range,
     _size_of,
+    read_query,
 )
 from upr_server.indexer.short_scan import selection_of
 from upr_server.indexer.slice_scanner import read_answer
@@ -448,3 +449,30 @@ def test_ranges_that_meet_are_read_once(first: list[object], second: list[object
     query = Query(ranges=(Range(low=Bound(first)), Range(prefix=second), Range(high=Bound(first))))
     (whole_range,) = query.selection(PARTS).ranges
     assert whole_range.low == b""
+
+
+@pytest.mark.parametrize(
+    ("body", "place", "words"),
+    [
+        (b'{"hold_s": 61}', "hold_s", "60.0"),
+        (b'{"low": {"key": 1}}', "low.key", "array"),
+        (b'{"colour": 1}', "colour", "unknown field"),
+        (b'{"low": {"colour": 1}}', "low.colour", "unknown field"),
+        (b'{"consistency": "soon"}', "consistency", "use `any`, `at_least` or `now`"),
+        (b'{"\\ud800": 1}', "body", ""),
+        (b"{", "body", "truncated"),
+        (b"[]", "body", "object"),
+        (b"\xff", "body", ""),
+        (b"[" * 100_000, "body", ""),
+    ],
+)
+def test_a_body_that_is_no_query_is_refused_with_its_field(
+    body: bytes, place: str, words: str
+) -> None:
+    """The place was `body`, whatever the field."""
+    with pytest.raises(QueryError) as caught:
+        read_query(body)
+    assert caught.value.place == place
+    assert str(caught.value).startswith(f"{place}: ")
+    assert words in str(caught.value)
+    assert "$" not in str(caught.value)

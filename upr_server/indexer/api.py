@@ -40,7 +40,7 @@ from upr_server.indexer.openapi import Failure, Failures, openapi
 from upr_server.indexer.pool import PIECE_BYTES, OverloadedError
 from upr_server.indexer.pure.definition import DefinitionError, IndexName
 from upr_server.indexer.pure.node_map import NodeMap
-from upr_server.indexer.query import Query, QueryError
+from upr_server.indexer.query import Query, QueryError, read_query
 from upr_server.indexer.replicated_slice import ReplicatedSlice
 from upr_server.indexer.scanner import Scanner
 from upr_server.indexer.slice_scanner import BuildingError, IndexFailedError, NotFreshError
@@ -256,10 +256,7 @@ class _Scan:
 
     async def _scan(self, request: Request, receive: Receive, send: Send) -> None:
         body = await _body(request, QUERY_BODY_BYTES_MAX)
-        try:
-            query = msgspec.json.decode(body or b"{}", type=Query)
-        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-            raise QueryError("body", str(error)) from error
+        query = read_query(body or b"{}")
         with trio.CancelScope() as scope:
             async with background_nursery() as nursery:
                 nursery.start_soon(_cancel_when_gone, receive, scope)

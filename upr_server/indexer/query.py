@@ -63,6 +63,30 @@ class QueryError(UprError):
         super().__init__(f"{place}: {reason}")
 
 
+_UNKNOWN_FIELD: Final = "Object contains unknown field `"
+"""How msgspec's sentence begins that names a field at its end, and only the object as its place."""
+
+
+def read_query(body: bytes) -> Query:
+    """The query that is the body of a request.
+
+    Raises:
+        QueryError: It is none. The place is the field that is wrong, or `body`.
+    """
+    try:
+        return msgspec.json.decode(body, type=Query)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        # For example "Expected `int` >= 1 - at `$.limit`".
+        reason, _, path = str(error).partition(" - at `$")
+        places = [path.lstrip(".").rstrip("`")]
+        if reason.startswith(_UNKNOWN_FIELD):
+            places.append(reason.removeprefix(_UNKNOWN_FIELD).rstrip("`"))
+        elif reason.startswith("Invalid enum value"):
+            reason += "; use `any`, `at_least` or `now`"
+        place = ".".join(filter(None, places))
+        raise QueryError(place or "body", reason) from error
+
+
 class Bound(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """An end of a range.
 
