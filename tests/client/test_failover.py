@@ -17,8 +17,15 @@ from tests.kit.server_group import (
 )
 from tests.storage.record_damage import flip, records
 from upr_protocol.client import connect
-from upr_protocol.client.operator import NotDoneError, OvertakenError, PartlyDoneError, fail_over
+from upr_protocol.client.operator import (
+    NotDoneError,
+    OvertakenError,
+    PartlyDoneError,
+    add_replicas,
+    fail_over,
+)
 from upr_protocol.ids import Durability, PartitionId, PartitionState
+from upr_server.replication.bucket_replicators import BucketReplicators
 from upr_server.storage.records import PARTITION, partition_key
 
 
@@ -185,6 +192,30 @@ async def test_a_replica_that_has_lost_its_disk_does_not_count() -> None:
         await group.start("a")
         await group.until(lambda: group.states("a") == ACTIVE)
         assert await group.get("a", "key 7") == "v"
+
+
+async def test_a_replica_that_copies_the_bucket_again_is_not_chosen_before_it_has_all(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Publishers wait for two copies, so one of two replicas may be missing. The other one had lost
+    its disk, and was added again."""
+    async with running_servers("abc") as group:
+        await filled(group)
+        await group.stop("b")
+        await group.start("b", is_empty=True)
+        start_missing = BucketReplicators.start_missing
+        monkeypatch.setattr(BucketReplicators, "start_missing", lambda *_arguments: None)
+        await add_replicas(group.operator(), "b")
+        monkeypatch.setattr(BucketReplicators, "start_missing", start_missing)
+        await group.stop("a")
+        await group.stop("c")
+        operator = group.operator("b", ask_timeout_s=0.5)
+        with pytest.raises(NotDoneError, match="partition 0: b is being refilled"):
+            await fail_over(operator, all_of="a", acknowledged=2)
+        await group.start("c")
+        await fail_over(group.operator("b"), all_of="a", acknowledged=2)
+        assert group.states("c") == ACTIVE
+        assert await group.get("c", "key 7") == "v"
 
 
 @pytest.mark.parametrize("order_of_tasks", range(4))

@@ -295,7 +295,7 @@ class _Failover:
         if copies:
             names = ", ".join(sorted(copy.node for copy in copies))
             return (
-                f"{names} is being refilled, and has less than the last failover kept: bring back "
+                f"{names} is being refilled, and may lack what was acknowledged: bring back "
                 "another node"
             )
         names = ", ".join(sorted(copy.node for copy in self._copies[partition]))

@@ -19,7 +19,7 @@ from upr_protocol.client.operator.plan import (
     partitions_text,
 )
 from upr_protocol.client.operator.survey import NodeReport, Operator, Survey
-from upr_protocol.ids import PartitionId
+from upr_protocol.ids import PartitionId, PartitionState
 from upr_protocol.partition_map import (
     NODE_NAME,
     Assignment,
@@ -90,7 +90,7 @@ async def add_replicas(
         survey = await _ask_at(operator, survey, node, address)
     base = _first_map(survey, address, own_address) if survey.is_single_node else survey.map
     _check_new_replica(survey, base, node, address, source)
-    assignments = _with_replica(base, require_partitions(survey, partitions), node, source)
+    assignments = _with_replica(base, survey, require_partitions(survey, partitions), node, source)
     if not assignments:
         raise NotDoneError(f"{node} is already active for all of them; nothing to do")
     if address:
@@ -184,7 +184,11 @@ def _check_new_replica(
 
 
 def _with_replica(
-    base: PartitionMap, partitions: Iterable[PartitionId], node: str, source: str
+    base: PartitionMap,
+    survey: Survey,
+    partitions: Iterable[PartitionId],
+    node: str,
+    source: str,
 ) -> dict[PartitionId, Assignment]:
     """The assignments with the replica, of the partitions for which the node is not active."""
     assignments: dict[PartitionId, Assignment] = {}
@@ -198,8 +202,22 @@ def _with_replica(
                 "takeover` or `upr failover`"
             )
         replicas = {**assignment.replicas, node: "" if source == assignment.active else source}
+        promotion_point = assignment.promotion_point
+        active = survey.nodes.get(assignment.active)
+        if (
+            node in assignment.replicas
+            and not survey.nodes[node].has_copy
+            and active is not None
+            and active.has_copy
+            and active.state_of(partition) is PartitionState.ACTIVE
+        ):
+            # It has lost what it acknowledged, and counts as a replica at once.
+            promotion_point = active.copy_of(partition).point
         assignments[partition] = msgspec.structs.replace(
-            assignment, replicas=replicas, continues_from=None
+            assignment,
+            replicas=replicas,
+            continues_from=None,
+            promotion_point=promotion_point,
         )
     return assignments
 
