@@ -34,6 +34,7 @@ from upr_server.indexer.api import application
 from upr_server.indexer.app import serving
 from upr_server.indexer.http_access import HttpAccess
 from upr_server.indexer.indexer import Indexer
+from upr_server.indexer.openapi import LINES
 from upr_server.indexer.pool import PIECE_BYTES, SCAN_BYTES
 from upr_server.indexer.query import Query
 from upr_server.runtime import ListenError
@@ -440,6 +441,13 @@ async def test_openapi_describes_every_route(site: Site) -> None:
     assert set(schemas["Query"]["properties"]) == set(Query.__struct_fields__)
     text = msgspec.json.encode(described).decode()
     assert all(f'"{name}":' in text for name in ("Answer", "IndexStatus", "Failures"))
+    # Each of them is refused to who may not do it, and while the server does not answer.
+    for path, methods in described["paths"].items():
+        for method in methods.keys() & {"get", "put", "delete", "post"}:
+            missing = {"401", "403", "429", "502"} - methods[method]["responses"].keys()
+            assert not missing, (method, path)
+    scan = described["paths"]["/v1/indexes/{design}/{index}/scan"]["post"]
+    assert set(scan["responses"]["200"]["content"]) == {"application/json", LINES}
 
 
 async def test_an_address_in_use_is_an_error(site: Site) -> None:

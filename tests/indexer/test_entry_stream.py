@@ -18,11 +18,11 @@ from tests.indexer.kit import a_server, an_indexer, define, name_of, until_ready
 from upr_protocol.client import Client, connect
 from upr_server.indexer import entry_stream
 from upr_server.indexer.answer import Entry
-from upr_server.indexer.api import LINES
 from upr_server.indexer.app import serving
 from upr_server.indexer.entry_stream import End, EntryStream
 from upr_server.indexer.indexer import Indexer
 from upr_server.indexer.moments import MomentGoneError
+from upr_server.indexer.openapi import LINES
 from upr_server.indexer.pure.definition import IndexDefinition
 from upr_server.indexer.query import Query, QueryError
 

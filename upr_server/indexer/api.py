@@ -36,7 +36,7 @@ from upr_server.indexer.link_limit import LinkLimit, TooManyLinksError
 from upr_server.indexer.membership import PATH, NotMySliceError
 from upr_server.indexer.moments import MomentGoneError
 from upr_server.indexer.node_links import serve_link
-from upr_server.indexer.openapi import Failure, Failures, openapi
+from upr_server.indexer.openapi import LINES, Failure, Failures, openapi
 from upr_server.indexer.pool import PIECE_BYTES, OverloadedError
 from upr_server.indexer.pure.definition import DefinitionError, IndexName
 from upr_server.indexer.pure.node_map import NodeMap
@@ -63,9 +63,6 @@ sends does not read why."""
 
 BODY_S: Final = 30.0
 """How long a request's body may take to come."""
-
-LINES: Final = "application/x-ndjson"
-"""What a client accepts that wants the entries as lines, each of which is JSON."""
 
 _STATUSES: Final[tuple[tuple[type[UprError], int, str], ...]] = (
     (LogInNeededError, 401, "log_in_needed"),

@@ -35,6 +35,14 @@ class Failures(msgspec.Struct, frozen=True):
 
 
 _JSON: Final = "application/json"
+
+LINES: Final = "application/x-ndjson"
+"""What a client accepts that wants the entries as lines, each of which is JSON."""
+
+_ALWAYS: Final = (401, 403, 429, 502)
+"""How any request is answered that its client may not make, or while the server cannot say whether
+the client may."""
+
 _TYPES: Final = (Query, Answer, IndexStatus, Design, Failures)
 
 
@@ -62,7 +70,8 @@ def openapi() -> dict[str, Any]:
         answers = {"204" if schema is None else "200": answer}
         described = {
             "summary": summary,
-            "responses": answers | {str(status): failures for status in statuses},
+            "responses": answers
+            | {str(status): failures for status in sorted({*_ALWAYS, *statuses})},
         }
         if body is not None:
             described["requestBody"] = {"required": True, "content": {_JSON: {"schema": body}}}
@@ -70,7 +79,7 @@ def openapi() -> dict[str, Any]:
 
     anything = {"type": "object"}
     index = _parameters("design", "index")
-    paths = {
+    paths: dict[str, Any] = {
         "/v1/status": {"get": operation("How the indexer does", anything)},
         "/v1/nodes": {"get": operation("Which node keeps what, and which answer", anything)},
         "/v1/designs": {"get": operation("The design documents, and their mistakes", anything)},
@@ -80,9 +89,9 @@ def openapi() -> dict[str, Any]:
                 "Write a design document",
                 schema_of[Design],
                 body=anything,
-                statuses=(400, 401, 403, 408, 413, 429, 502),
+                statuses=(400, 408, 413),
             ),
-            "delete": operation("Drop a design document", statuses=(401, 403, 404, 429, 502)),
+            "delete": operation("Drop a design document", statuses=(400, 404)),
         },
         "/v1/indexes": {
             "get": operation(
@@ -103,7 +112,7 @@ def openapi() -> dict[str, Any]:
                 "Scan an index",
                 schema_of[Answer],
                 body=schema_of[Query],
-                statuses=(400, 401, 403, 404, 408, 409, 410, 413, 429, 502, 503, 504),
+                statuses=(400, 404, 408, 409, 410, 413, 503, 504),
             ),
         },
         "/v1/moments/{moment}": {
@@ -111,6 +120,8 @@ def openapi() -> dict[str, Any]:
             "delete": operation("Release a moment", statuses=(410,)),
         },
     }
+    lines = {"schema": {"type": "string"}, "example": '{"key":["BOEING"],"id":"N1"}\n{"end":{}}\n'}
+    paths["/v1/indexes/{design}/{index}/scan"]["post"]["responses"]["200"]["content"][LINES] = lines
     return {
         "openapi": "3.1.0",
         "info": {"title": "upr-indexer", "version": "1"},
