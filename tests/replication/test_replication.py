@@ -584,6 +584,35 @@ async def test_who_waits_for_copies_hears_that_the_bucket_was_deleted() -> None:
         assert refusal.value.status is Status.NO_BUCKET
 
 
+async def test_who_waits_for_copies_goes_on_at_the_next_active_node() -> None:
+    """It heard `TIMED_OUT` within a second, with most of its time left."""
+    async with cluster(partitions=1) as group, connect(group.nodes["a"].url) as client:
+        await group.nodes["c"].kill()
+        write_result = await client.set("k", "v", durability=Durability.REPLICATED, copies=1)
+        server = group.nodes["a"].server
+        assert server is not None
+        answers: list[SeqNo] = []
+
+        async def wait_for_two_copies() -> None:
+            answers.append(await client.await_durable(write_result, Durability.REPLICATED, 2))
+
+        def is_waiting() -> bool:
+            return any(
+                connection.context.bucket is not None and len(connection.context.durability_waits)
+                for connection in server.connections.connections
+            )
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(wait_for_two_copies)
+            await eventually(is_waiting, "the client waits", 20)
+            point = HistoryPoint(write_result.history_id, write_result.seq)
+            await group.share([Assignment("b", {"a": "", "c": ""}, continues_from=point)])
+            await eventually(lambda: not is_waiting(), "the old node answers", 20)
+            assert not answers
+            await group.start("c")
+        assert answers == [write_result.seq]
+
+
 async def test_a_late_map_changes_nothing() -> None:
     async with cluster() as group:
         late = group.map.with_assignments({PartitionId(0): Assignment("b", {"a": "", "c": ""})})
