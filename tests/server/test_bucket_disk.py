@@ -30,6 +30,7 @@ from tests.server.test_durability import (
     serving,
     speaking,
 )
+from tests.storage.full_disk import FullDisk
 from upr_protocol.chunk import Chunk, Mutation
 from upr_protocol.errors import Status
 from upr_protocol.ids import SEQ_MAX, Operation, PartitionState, SeqNo
@@ -60,8 +61,10 @@ from upr_server.storage.online import bucket_disk, flusher
 from upr_server.storage.online.backfill import WAIT_FOR_DISK
 from upr_server.storage.online.leases import LAPSED_S
 from upr_server.storage.online.partition_reader import PartitionReader
+from upr_server.storage.ordered_map import OrderedMap
 from upr_server.storage.records import lease_key
 from upr_server.storage.simulated import SimulatedDirectory, SimulatedStore
+from upr_server.storage.simulated_disk import SimulatedDisk
 
 NOW: Final = 1000.0
 LONG_S: Final = 1e6
@@ -841,6 +844,47 @@ async def test_a_lease_that_cannot_be_deleted_is_not_forgotten(
         autojump_clock.jump(2 * LAPSED_S)
         await trio.sleep(1)
         assert [lease.lease_id for lease in disk.leases.lapsed_leases()] == [5]
+
+
+class _FullDirectory(SimulatedDirectory):
+    """Its logs are on disks that may have room for small commits only."""
+
+    def create(self, name: str, fill: Callable[[OrderedMap, OrderedMap], None]) -> None:
+        log, index = FullDisk(), SimulatedDisk()
+        fill(log, index)
+        self.disks[name] = log, index
+
+
+class _CountedMaintenance(SimulatedStore):
+    """Counts the steps of indexing and compaction."""
+
+    maintenance_steps = 0
+
+    async def wait(self, call: StoreCall[Any]) -> None:
+        self.maintenance_steps += isinstance(call, Maintain)
+        await super().wait(call)
+
+
+async def test_leases_that_lapsed_together_do_not_keep_a_full_disk_from_compaction(
+    autojump_clock: trio.testing.MockClock,
+) -> None:
+    """They are deleted before it goes on. To delete all of them at once finds no room."""
+    store = _CountedMaintenance(_FullDirectory())
+    async with serving(store, 1) as server:
+        disk = server.catalog.disks[server.catalog.bucket(BUCKET)]
+        async with disk.maintenance.paused():
+            for lease_id in range(1, 51):
+                await disk.leases.acquire(lease_id, "o", [(0, 0, SeqNo(0))], 1)
+        full_disk = store.directory.disks[BUCKET][0]
+        assert isinstance(full_disk, FullDisk)
+        full_disk.changes_max = 2
+        autojump_clock.jump(2 * LAPSED_S)
+        await trio.sleep(5)
+        steps_before = store.maintenance_steps
+        await trio.sleep(5)
+        assert store.maintenance_steps > steps_before
+        assert not disk.leases.lapsed_leases()
+        full_disk.changes_max = 1 << 62
 
 
 async def _with_a_damaged_lease() -> SimulatedDirectory:

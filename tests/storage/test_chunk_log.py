@@ -327,6 +327,22 @@ def test_a_full_disk_has_room_to_delete_answers_in_small_commits() -> None:
     assert list(log.load().partitions[0].tokens) == [tokens[0]]
 
 
+def test_a_full_disk_has_room_to_delete_leases_in_small_commits() -> None:
+    """Compaction, which alone can make room, waits until lapsed leases are deleted."""
+    disk = FullDisk()
+    log = created(disk)
+    leases = [LeaseRecord(lease_id, "a", (), 60, 1.0) for lease_id in range(1, 51)]
+    for lease in leases:
+        log.put_lease(lease)
+    disk.changes_max = 2
+    log.delete_leases(lease.lease_id for lease in reversed(leases[1:]))
+    assert list(log.load().leases) == leases[:1]
+    disk.changes_max = 0
+    with pytest.raises(DiskFullError):
+        log.delete_leases([1])
+    assert list(log.load().leases) == leases[:1]
+
+
 @pytest.mark.parametrize("is_kept", [False, True])
 def test_a_commit_that_fails_is_there_whole_or_not_at_all(is_kept: bool) -> None:
     disk = SimulatedDisk()

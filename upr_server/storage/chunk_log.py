@@ -364,15 +364,7 @@ class ChunkLog(ChunkReader):
         Raises:
             DiskFullError: There is no room even for a smaller commit; some may be deleted.
         """
-
-        def delete(some_keys: Sequence[bytes]) -> None:
-            with self.ordered_map.write() as transaction:
-                for key in some_keys:
-                    transaction.delete(key)
-
-        # In their order: neighbours share pages.
-        keys = sorted([token_key(partition, token.writer, token.counter) for token in tokens])
-        _in_commits_that_fit(keys, delete)
+        self._delete_keys(token_key(partition, token.writer, token.counter) for token in tokens)
 
     def put_lease(self, lease: LeaseRecord) -> None:
         """Stores a lease, new or renewed."""
@@ -381,10 +373,22 @@ class ChunkLog(ChunkReader):
             transaction.put(key, pack_record(key, lease))
 
     def delete_leases(self, lease_ids: Iterable[int]) -> None:
-        """Deletes leases; those that are not there are passed over."""
-        with self.ordered_map.write() as transaction:
-            for lease_id in lease_ids:
-                transaction.delete(lease_key(lease_id))
+        """Deletes leases; those that are not there are passed over. Thousands may have
+        lapsed: where a full disk has no room for one commit, there are several.
+
+        Raises:
+            DiskFullError: There is no room even for a smaller commit; some may be deleted.
+        """
+        self._delete_keys(map(lease_key, lease_ids))
+
+    def _delete_keys(self, keys: Iterable[bytes]) -> None:
+        def delete(some_keys: Sequence[bytes]) -> None:
+            with self.ordered_map.write() as transaction:
+                for key in some_keys:
+                    transaction.delete(key)
+
+        # In their order: neighbours share pages.
+        _in_commits_that_fit(sorted(keys), delete)
 
 
 def _in_commits_that_fit(items: Sequence[Item], commit: Callable[[Sequence[Item]], None]) -> None:
