@@ -34,7 +34,7 @@ from upr_server.indexer.api import application
 from upr_server.indexer.app import serving
 from upr_server.indexer.http_access import HttpAccess
 from upr_server.indexer.indexer import Indexer
-from upr_server.indexer.openapi import LINES
+from upr_server.indexer.openapi import LINES, Failures
 from upr_server.indexer.pool import PIECE_BYTES, SCAN_BYTES
 from upr_server.indexer.query import Query
 from upr_server.runtime import ListenError
@@ -448,6 +448,33 @@ async def test_openapi_describes_every_route(site: Site) -> None:
             assert not missing, (method, path)
     scan = described["paths"]["/v1/indexes/{design}/{index}/scan"]["post"]
     assert set(scan["responses"]["200"]["content"]) == {"application/json", LINES}
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status", "code", "words"),
+    [
+        ("GET", "/v1/index", 404, "no_path", "/openapi.json"),
+        ("GET", "/v1/indexes/d/city/scan/", 404, "no_index", "d/city/scan/"),
+        ("PATCH", "/v1/indexes", 405, "wrong_method", "GET"),
+    ],
+)
+async def test_a_request_for_nothing_is_refused_as_others_are(
+    site: Site, method: str, path: str, status: int, code: str, words: str
+) -> None:
+    parts = urlsplit(site.asking.url)
+
+    def ask() -> tuple[int, bytes]:
+        connection = http.client.HTTPConnection(parts.hostname or "", parts.port)
+        connection.request(method, path)
+        response = connection.getresponse()
+        data = response.read()
+        connection.close()
+        return response.status, data
+
+    answer_status, body = await site.ask(ask)
+    failure = msgspec.json.decode(body, type=Failures).error
+    assert (answer_status, failure.code) == (status, code)
+    assert words in failure.message
 
 
 async def test_an_address_in_use_is_an_error(site: Site) -> None:

@@ -11,6 +11,7 @@ import msgspec
 import structlog
 import trio
 from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route, WebSocketRoute
@@ -114,6 +115,20 @@ def _failure(error: UprError) -> Response:
         headers["WWW-Authenticate"] = 'Basic realm="upr-indexer", charset="UTF-8"'
     place = getattr(error, "place", "")
     return _json(Failures(Failure(code, str(error), place, retry_after_s)), status, headers)
+
+
+async def _answer_no_route(request: Request, error: Exception) -> Response:
+    """Answers a request that no route takes."""
+    # Starlette would call what is not async in a thread.
+    await trio.lowlevel.checkpoint()
+    assert isinstance(error, HTTPException)
+    path, headers = request.url.path, dict(error.headers or {})
+    if error.status_code == 405:
+        sentence = f"{path} takes {headers.get('Allow', 'other methods')}, not {request.method}"
+        failure = Failure("wrong_method", sentence)
+    else:
+        failure = Failure("no_path", f"there is nothing at {path}; see /openapi.json")
+    return _json(Failures(failure), error.status_code, headers)
 
 
 ResponseT = TypeVar("ResponseT", bound=Response | None)
@@ -418,5 +433,6 @@ def application(indexer: Indexer, access: HttpAccess) -> Starlette:
             route("DELETE", "/v1/moments/{moment}", Right.READ, handlers.release),
             Route(index + "/scan", _Scan(indexer.scanner, access), methods=["POST"]),
             WebSocketRoute(PATH, _Link(indexer, access)),
-        ]
+        ],
+        exception_handlers={HTTPException: _answer_no_route},
     )
