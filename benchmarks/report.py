@@ -19,6 +19,8 @@ Line = Mapping[str, Any]
 
 _ROLES: Final = ("server", "writer", "reader")
 
+_COMPARED: Final = ("row", "ours", "peer", "ratio", "of single runs")
+
 
 def main() -> int:
     """Replaces what stands between the marks, and the plots."""
@@ -65,11 +67,7 @@ def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 def _results(lines: Sequence[Line]) -> str:
     rows = [
         (
-            line["row"],
-            _quantity(line["ours"], line["unit"]),
-            _quantity(line["peer"], line["unit"]),
-            f"**{_ratio(line['ratio'])}**",
-            "–".join(map(_ratio, line["ratio_range"])),
+            *_compared(line),
             _bar(line["first_bar"]),
             _sign(line),
             _bar(line["aim"]),
@@ -77,8 +75,19 @@ def _results(lines: Sequence[Line]) -> str:
         )
         for line in lines
     ]
-    head = ("row", "ours", "peer", "ratio", "of single runs", "first bar", "", "aim", "against")
+    head = (*_COMPARED, "first bar", "", "aim", "against")
     return "\n".join((_table(head, rows), "", "✓: the first bar is reached; ✗: it is not."))
+
+
+def _compared(line: Line) -> tuple[str, ...]:
+    """The columns of `_COMPARED`."""
+    return (
+        line["row"],
+        _quantity(line["ours"], line["unit"]),
+        _quantity(line["peer"], line["unit"]),
+        f"**{_ratio(line['ratio'])}**",
+        "–".join(map(_ratio, line["ratio_range"])),
+    )
 
 
 def _sign(line: Line) -> str:
@@ -354,18 +363,14 @@ def _other_machine(lines: Sequence[Line]) -> str:
         return ""
     rows = [
         (
-            line["row"],
-            _quantity(line["ours"], line["unit"]),
-            _quantity(line["peer"], line["unit"]),
-            f"**{_ratio(line['ratio'])}**",
-            "–".join(map(_ratio, line["ratio_range"])),
+            *_compared(line),
             line["measured_at"][:10],
             f"`{line['commit']}`",
             f"{line['others_share']:.0%}",
         )
         for line in lines
     ]
-    head = ("row", "ours", "peer", "ratio", "of single runs", "measured", "commit", "others")
+    head = (*_COMPARED, "measured", "commit", "used by others")
     machines = sorted({_machine(line["machine"]) for line in lines})
     return "\n".join(("On another machine:", "", _table(head, rows), "", *machines))
 

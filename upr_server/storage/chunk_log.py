@@ -53,7 +53,6 @@ Item = TypeVar("Item")
 COMMIT_RESERVE_BYTES: Final = 64 * 1024 * 1024
 """Free space that a commit leaves for compaction, which needs some to free more."""
 
-
 STORED_OVERHEAD_BYTES: Final = CHUNK_HEAD.size
 """What is stored with a chunk beside its own bytes."""
 

@@ -5,15 +5,15 @@ from __future__ import annotations
 from typing import Final
 
 BUNDLES_MAX: Final = 8
-"""Bundles without an answer after which changes gather instead. A bundle costs a server as much as
-a dozen changes in it. Sent one in a bundle however many have no answer, changes fill the server's
-queue when they are more than it can take, and each waits behind 4,000 others; gathered, they are
-fewer bundles, and it can take them. Eight do not slow a server down that can keep up: it has some
-milliseconds of work."""
+"""While so many bundles have no answer, changes gather instead of being sent. A bundle costs a
+server as much as a dozen changes in it. Without a limit, changes that come faster than the server
+takes bundles of one change fill its queue, and each waits for thousands of others. Gathered, they
+are fewer bundles. Eight are enough to keep a server busy for some milliseconds."""
 
 BUNDLE_S: Final = 0.020
 """After so long without an answer a bundle does not count any more: the server is not busy with it.
-It waits for a disk, for a replica, or the network is slow. So no change waits for longer here."""
+It waits for a disk, for a replica, or the network is slow. So a change waits about so long here at
+most."""
 
 
 class BundleWindow:

@@ -183,9 +183,10 @@ class RequestChannel(ConnectionHandler):
         while self._unsent and credit.is_open and self._has_room:
             now = trio.current_time()
             opens_at = {level: self._windows[level].opens_at(now) for level in self._unsent}
-            level = next((level for level in self._unsent if opens_at[level] <= now), None)
-            if level is None:
-                return min(opens_at.values())
+            # Of those that are open now, the first.
+            level = min(opens_at, key=opens_at.__getitem__)
+            if opens_at[level] > now:
+                return opens_at[level]
             self._send_changes(level, now)
         if self._unsent and not credit.is_open:
             self._note_lack_of_credit()
