@@ -22,6 +22,7 @@ from typing import Any, Final
 import pytest
 import trio
 
+from tests.kit.effort import effort
 from tests.kit.hostile_peers import FLOODERS, HOARDERS, LIARS, MISERS, TRICKLES
 from tests.kit.json_lines import JsonLines
 from tests.kit.mirror import Mirror, assert_same, server_contents
@@ -48,7 +49,7 @@ PACE_S: Final = 1.0
 PACE_MAX_S: Final = 8.0
 MARGIN: Final = 4
 ALONE: Final = 5
-BESIDE: Final = 20
+BESIDE: Final = effort(12, 20)
 SHARE: Final = 0.9
 """Of all batches. When the machine pauses, one batch of each of the ten clients is late; that may
 happen in two rounds of the twenty."""

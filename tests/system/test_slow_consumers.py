@@ -37,7 +37,7 @@ from upr_protocol.ids import PartitionId
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="it looks into /proc")
 
 BUCKET: Final = "slow"
-COUNT: Final = effort(2_880_000, 7_500_000)
+COUNT: Final = effort(1_920_000, 7_500_000)
 PARTITIONS: Final = 64
 ROUND_MUTATIONS: Final = 64_000
 """Published together: some 1,000 a partition."""

@@ -10,7 +10,7 @@ from tests.simulation.indexer.bugs import BUGS
 from tests.simulation.indexer.scenario import run_seed
 from tests.simulation.story import digest
 
-SAMPLE = range(1000, 1000 + effort(4, 60))
+SAMPLE = range(1000, 1000 + effort(3, 60))
 SEEDS_OF_A_BUG = 60
 
 
@@ -29,7 +29,7 @@ def test_a_seed_does_the_same_each_time() -> None:
     assert (again, digest(history_again)) == (outcome, digest(history))
 
 
-@pytest.mark.parametrize("name", list(BUGS)[:: effort(3, 1)])
+@pytest.mark.parametrize("name", list(BUGS)[:: effort(5, 1)])
 def test_a_bug_is_found(name: str) -> None:
     for seed in range(SEEDS_OF_A_BUG):
         with BUGS[name]():
