@@ -19,6 +19,11 @@ T = TypeVar("T")
 _PATHS: Final = frozenset({"path", "paths"})
 """Options that Spark makes of the path of `load`, `save` or `start`."""
 
+_OF_TABLES: Final = frozenset({"owner", "provider"})
+"""Properties that Spark hands over as options when `CREATE TABLE` asks for the columns."""
+
+_IN_SQL: Final = "CREATE TEMPORARY VIEW planes USING upr OPTIONS (url 'upr://host:port/bucket')"
+
 TIMEOUT_S_DEFAULT: Final = 600
 """A server that is not there for so long wants a person."""
 
@@ -96,7 +101,13 @@ class SourceOptions:
     def address(self, *, has_bucket: bool = True) -> Address:
         """The bucket, or only where it is, and how to connect and log in: the options `url`, `ca`,
         `cert`, `certKey`, `user` and `passwordFile`."""
-        url = self.required("url", "upr://host:port/bucket")
+        url = self.text("url", "")
+        if not url:
+            # A query of a table comes without any option.
+            raise OptionError(
+                'the option url is missing: .option("url", "upr://host:port/bucket"), or in SQL '
+                f"{_IN_SQL}; the options of a table do not arrive here"
+            )
         tls = TlsSettings(self.text("ca", ""), self.text("cert", ""), self.text("certKey", ""))
         security = Security(None if tls == TlsSettings() else tls, self._credentials())
         try:
@@ -132,6 +143,11 @@ class SourceOptions:
         Raises:
             OptionError: There is an option that is unknown here.
         """
+        if self._values.keys() >= _OF_TABLES:
+            raise OptionError(
+                "a table cannot be of this data source, as Spark does not give the options of a "
+                f"table to the queries of it: use a view, as in {_IN_SQL}"
+            )
         for name in self._values:
             if name in _PATHS:
                 # It is not shown: it may have a password.
