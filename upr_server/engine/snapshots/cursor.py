@@ -274,7 +274,7 @@ class Cursor:
         self._snapshots.note_released(entries)
 
     def move_to_front_of(self, next_entry: SnapshotEntry) -> None:
-        """Moves on to the front of `following`: it has read all of the entry that it stands in.
+        """Moves on to the front of `next_entry`: it has read all of the entry that it stands in.
 
         For the snapshot list, which closes that one.
         """

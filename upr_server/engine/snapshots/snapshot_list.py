@@ -39,7 +39,7 @@ class ListedCursor(Protocol):
         """Everything up to this number was handed on."""
 
     def move_to_front_of(self, next_entry: SnapshotEntry) -> None:
-        """Moves on to the front of `following`: the cursor has read all of the entry before."""
+        """Moves on to the front of `next_entry`: the cursor has read all of the entry before."""
 
     def wake(self) -> None:
         """There is something to read."""
