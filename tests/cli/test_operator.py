@@ -81,6 +81,10 @@ def test_replicas_takeover_and_failover_on_three_nodes(nodes: dict[str, Server],
         ["0-7", "c", "replica"],
     ]
 
+    refusal = run("bucket", "delete", url["a"], "--yes", code=3).stderr
+    assert "a is active for partitions 0-7: let another node take over first" in refusal
+    assert run("get", url["a"], "N102UW").stdout == "AIRBUS\n"
+
     out = run("takeover", url["c"], "--all-of", "a", "--to", "b").stderr.splitlines()
     assert [line.split(": ")[0] for line in out] == ["a", "b", out[2].split(": ")[0]]
     run("set", url["b"], "N102UW", "AIRBUS INDUSTRIE")
@@ -104,6 +108,10 @@ def test_replicas_takeover_and_failover_on_three_nodes(nodes: dict[str, Server],
     assert "a no longer holds partitions 0-7" in run("replicas", "remove", url["c"], "a").stderr
     assert "\na " not in run("partitions", url["c"]).stdout
     assert "bring back a node" not in run("failover", url["c"], "9", code=3).stderr
+    run("bucket", "delete", url["c"], "--yes")
+    run("bucket", "delete", url["b"], "--yes", code=3)
+    run("bucket", "delete", url["b"], "--yes", "--force")
+    assert "planes" not in run("bucket", "list", nodes["b"].url).stdout
 
 
 def test_wrong_command_lines_are_refused(bucket: str, run: Run) -> None:

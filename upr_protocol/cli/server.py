@@ -8,7 +8,7 @@ from typing import Any
 import click
 import msgspec
 
-from upr_protocol.cli.connection import ask
+from upr_protocol.cli.connection import ask, command_identity
 from upr_protocol.cli.output import print_json, print_line, print_table
 from upr_protocol.cli.parameters import (
     TargetCommand,
@@ -19,7 +19,8 @@ from upr_protocol.cli.parameters import (
     server_argument,
 )
 from upr_protocol.client import Address, Client
-from upr_protocol.errors import RemoteProtocolError
+from upr_protocol.client.operator import NotDoneError, Operator, last_active_of, partitions_text
+from upr_protocol.errors import RemoteProtocolError, ServerError
 from upr_protocol.limits import PARTITIONS_DEFAULT, PARTITIONS_MAX
 
 
@@ -65,16 +66,52 @@ def create(target: Address, partitions: int | None, quota: int | None) -> None:
 @bucket.command(cls=TargetCommand)
 @bucket_argument
 @click.option("--yes", is_flag=True, help="Delete without asking.")
-def delete(target: Address, yes: bool) -> None:
+@click.option(
+    "--force",
+    is_flag=True,
+    help="Delete the copy on this node even if it is active for partitions that other nodes hold.",
+)
+def delete(target: Address, yes: bool, force: bool) -> None:
     """Delete the bucket that URL names, with all its items.
 
     Consumers of the bucket are told, and their streams end. Of several nodes that hold the bucket,
-    only the one that URL names deletes it.
+    only the one that URL names deletes it. If this node is active for partitions, the command
+    refuses: no node would accept writes, and what only this node has would be lost. Move the
+    partitions first, with `upr takeover`. To delete the bucket on all nodes, say --force.
     """
+    if not force:
+        name = command_identity("bucket-delete")
+        ask(target, lambda _: _check_not_active(Operator(target, name)), bucket=False)
     if not yes:
         click.confirm(f"Delete {target} and all its items?", abort=True, err=True)
     ask(target, lambda client: client.delete_bucket(target.bucket), bucket=False)
     print_line(f"deleted {target}")
+
+
+async def _check_not_active(operator: Operator) -> None:
+    """Refuses to delete the copy of a node that is active by the bucket's map, which names others.
+
+    Raises:
+        NotDoneError: The node is active, or was the last to be so.
+    """
+    try:
+        report = await operator.first_report()
+    except ServerError:
+        # There is nothing that could be active: the bucket does not exist, or is damaged.
+        return
+    if report.map is None or len(report.map.nodes) == 1:
+        return
+    led_partitions = [
+        partition
+        for partition, assignment in enumerate(report.map.partitions)
+        if last_active_of(assignment) == report.name
+    ]
+    if led_partitions:
+        raise NotDoneError(
+            f"{report.name} is active for {partitions_text(led_partitions)}: let another node take "
+            "over first, with `upr takeover`; or if you delete the bucket on all its nodes, say "
+            "--force"
+        )
 
 
 @bucket.command("list", cls=TargetCommand)
