@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import platform
 import shutil
@@ -10,7 +11,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Callable
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, AbstractContextManager, asynccontextmanager
 from pathlib import Path
 from random import Random
 from types import SimpleNamespace
@@ -50,7 +51,14 @@ from upr_server.storage.calls import (
     StoreCall,
 )
 from upr_server.storage.chunk_log import COMMIT_RESERVE_BYTES
-from upr_server.storage.directory import FORMAT_TEXT, DataDirectory, prepare
+from upr_server.storage.directory import (
+    FORMAT_TEXT,
+    DataDirectory,
+    lock,
+    lock_for_reading,
+    lock_for_writing,
+    prepare,
+)
 from upr_server.storage.errors import (
     DataDirectoryError,
     DiskFullError,
@@ -723,6 +731,29 @@ async def test_if_one_process_cannot_start_the_other_is_ended(
         async with open_store(tmp_path / "data", bytes_max=MAP_BYTES):
             pass
     assert set(children_of(os.getpid())) == before
+
+
+@pytest.mark.parametrize("lock_directory", [lock_for_reading, lock_for_writing])
+async def test_a_file_system_that_cannot_lock_is_told_as_such(
+    lock_directory: Callable[[Path], AbstractContextManager[None]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As a network disk whose server has no locks."""
+
+    def refuse(_descriptor: int, _operation: int) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    prepare(tmp_path)
+    lock(tmp_path)
+    before = set(os.listdir("/proc/self/fd"))
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    with pytest.raises(DataDirectoryError, match="No locks available"):
+        async with open_store(tmp_path):
+            pass
+    with pytest.raises(DataDirectoryError, match="No locks available"), lock_directory(tmp_path):
+        pass
+    assert set(os.listdir("/proc/self/fd")) == before, "a descriptor is left"
 
 
 async def test_only_one_server_may_use_a_directory(

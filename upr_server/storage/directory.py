@@ -124,10 +124,9 @@ def lock_for_reading(path: Path) -> Iterator[None]:
     except OSError as error:
         raise DataDirectoryError(f"{path} cannot be read: {error.strerror}") from error
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        if not _has_locked(descriptor, path, fcntl.LOCK_SH):
+            raise _in_use(path)
         yield
-    except BlockingIOError as error:
-        raise _in_use(path) from error
     finally:
         os.close(descriptor)
 
@@ -180,14 +179,36 @@ def lock(path: Path) -> int | None:
     Returns:
         The descriptor, which holds the lock for as long as any process has it open; None if another
         process holds the lock.
+
+    Raises:
+        OSError: The file with the lock cannot be opened.
+        DataDirectoryError: The file system has no locks.
     """
     descriptor = os.open(path / "lock", os.O_RDWR | os.O_CREAT, 0o644)
+    is_locked = False
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        os.close(descriptor)
-        return None
-    return descriptor
+        is_locked = _has_locked(descriptor, path, fcntl.LOCK_EX)
+    finally:
+        if not is_locked:
+            os.close(descriptor)
+    return descriptor if is_locked else None
+
+
+def _has_locked(descriptor: int, path: Path, operation: int) -> bool:
+    """Locks a file of the directory; False if another process holds the lock.
+
+    Raises:
+        DataDirectoryError: The file system has no locks.
+    """
+    try:
+        fcntl.flock(descriptor, operation | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError as error:
+        raise DataDirectoryError(
+            f"{path} cannot be locked: {error.strerror}; use a disk whose file system has locks"
+        ) from error
+    return True
 
 
 def _remove(folder: Path) -> None:
