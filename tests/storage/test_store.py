@@ -718,6 +718,18 @@ async def test_a_killed_process_fails_the_store_and_its_callers(tmp_path: Path, 
         assert stored_bucket.partitions[0].record.high == 3
 
 
+async def test_a_process_killed_by_a_signal_without_a_name_fails_the_store(tmp_path: Path) -> None:
+    signal_number = signal.SIGRTMIN + 6
+    async with open_store(tmp_path, bytes_max=MAP_BYTES) as store:
+        os.kill(store._writer.process.pid, signal_number)
+        with trio.fail_after(10):
+            await store.failed.wait()
+        assert store.failure == (
+            f"the store's writer process was killed by signal {signal_number}; the system's log "
+            "may say why; start the server again"
+        )
+
+
 async def test_if_one_process_cannot_start_the_other_is_ended(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -319,7 +319,9 @@ def _how_it_ended(code: int | None) -> str:
     if code == -signal.SIGBUS:
         return "was killed by SIGBUS: a data file was truncated; run `upr-server check`"
     if code < 0:
-        name = signal.Signals(-code).name
+        # Real-time signals have no names, but for two of them.
+        names = {number.value: number.name for number in signal.Signals}
+        name = names.get(-code, f"signal {-code}")
         return f"was killed by {name}; the system's log may say why; start the server again"
     return f"ended with code {code}; its last lines on standard error say why"
 
