@@ -42,6 +42,11 @@ def test_a_missing_key_is_named_and_the_rest_is_printed(bucket: str, run: Run) -
     assert (result.stdout, result.stderr) == ("x\n", "upr: gone: no such key\n")
 
 
+def test_a_missing_key_that_is_not_utf8_is_named_by_its_bytes(bucket: str, run: Run) -> None:
+    result = run("get", bucket, "\udcff~", code=1)
+    assert result.stderr == "upr: \\xff~: no such key\n"
+
+
 def test_get_prints_an_item_as_json(bucket: str, run: Run) -> None:
     run("set", bucket, "k", "v", "--flags", "7", "--expire-in", "3600")
     fields = item(run, bucket, "k")

@@ -178,7 +178,7 @@ def get(target: Address, keys: tuple[bytes, ...], as_json: bool, raw: bool) -> N
             write_output(_displayable(item.value), nl=not raw)
     for key in missing_keys:
         reason = ADVICE[refusals[key]] if key in refusals else "no such key"
-        say(f"{os.fsdecode(key)}: {reason}")
+        say(f"{key.decode(errors='backslashreplace')}: {reason}")
     if missing_keys:
         raise click.exceptions.Exit(INCOMPLETE)
 

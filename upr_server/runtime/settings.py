@@ -50,7 +50,8 @@ def load_settings(
         try:
             settings |= tomllib.loads(path.read_text("utf-8"))
         except (OSError, tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-            raise ConfigError(f"{path} cannot be read: {error}") from error
+            reason = (error.strerror if isinstance(error, OSError) else None) or error
+            raise ConfigError(f"{path} cannot be read: {reason}") from error
     for variable, text in environment.items():
         name = variable.removeprefix(prefix).lower()
         if variable.startswith(prefix) and name != "config" and name not in ignored:
