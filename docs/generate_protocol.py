@@ -86,7 +86,7 @@ from upr_protocol.wire.columns import BUNDLE, CHUNK, LOG, POSITION
 from upr_protocol.wire.frame import HEADER
 from upr_protocol.wire.message import BODY_BYTES_MAX_DEFAULT, layout_fields
 from upr_server.config import ServerConfig
-from upr_server.conformance import WRONG_INPUTS, Outcome, Progress, client_scenarios
+from upr_server.conformance import WRONG_INPUTS, Outcome, Progress, client_scenario
 from upr_server.engine.bucket import QUOTA_BYTES_DEFAULT
 from upr_server.engine.memory_policy import ANSWERS_PART, MemoryPolicy
 from upr_server.engine.operations import (
@@ -753,8 +753,8 @@ def whose_fields(result: OperationOutcome) -> str:
 
 
 def client_tasks() -> str:
-    """How a client is told its tasks, from where the scenarios are."""
-    _, _, tasks = (inspect.getdoc(client_scenarios) or "").partition("\n\n")
+    """How a client is told its tasks."""
+    _, _, tasks = (inspect.getdoc(client_scenario) or "").partition("\n\n")
     return tasks.removeprefix("The client is a command. ")
 
 

@@ -4,7 +4,8 @@ It knows the protocol and nothing of this server. `WRONG_INPUTS` are what a serv
 document's table and the vectors are made from them, too.
 """
 
-from upr_server.conformance.client_scenarios import CLIENT_SCENARIOS, ClientScenario
+from upr_server.conformance.client_scenario import ClientScenario
+from upr_server.conformance.client_scenarios import CLIENT_SCENARIOS
 from upr_server.conformance.failure import ConformanceError
 from upr_server.conformance.runner import Verdict, check_client, check_server, server_scenario_names
 from upr_server.conformance.wrong_input import WRONG_INPUTS, Outcome, Progress, WrongInput

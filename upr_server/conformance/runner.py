@@ -8,7 +8,8 @@ import attrs
 import trio
 
 from upr_protocol.errors import ProtocolError
-from upr_server.conformance.client_scenarios import CLIENT_SCENARIOS, play_client_scenario
+from upr_server.conformance.client_run import play_client_scenario
+from upr_server.conformance.client_scenarios import CLIENT_SCENARIOS
 from upr_server.conformance.failure import ConformanceError
 from upr_server.conformance.server_scenarios import ServerUnderTest, server_scenarios
 
