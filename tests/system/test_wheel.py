@@ -146,7 +146,7 @@ def test_it_holds_the_packages_and_nothing_else(installed: Installed) -> None:
         for package in PACKAGES
         for path in (installed.source / package).rglob("*.py")
     }
-    assert "upr_server/cli.py" in expected
+    assert "upr_server/cli/command.py" in expected
     expected |= {f"{package}/py.typed" for package in PACKAGES}
     expected.add("upr_kernel/_native.pyi")
     if installed.is_native:

@@ -1,0 +1,107 @@
+"""Options that several commands have."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import click
+
+from upr_server.config import ServerConfig, load_config
+from upr_server.runtime import ConfigError
+from upr_server.storage.directory import default_data_dir
+
+_options = (
+    click.option(
+        "--config",
+        "config_path",
+        type=click.Path(path_type=Path),
+        envvar="UPR_SERVER_CONFIG",
+        help="A TOML file with settings. `upr-server config` prints one.",
+    ),
+    click.option(
+        "--listen", metavar="HOST:PORT", help="Where to listen. Port 0 stands for any free port."
+    ),
+    click.option(
+        "--data-dir",
+        metavar="DIR",
+        help="Where buckets are stored.  [default: the platform's data directory]",
+    ),
+    click.option(
+        "--tls-certificate",
+        metavar="FILE",
+        help="The server's certificate; then every connection is encrypted.  [default: none]",
+    ),
+    click.option(
+        "--tls-key",
+        metavar="FILE",
+        help="The key of the certificate.  [default: in the certificate's file]",
+    ),
+    click.option(
+        "--tls-client-ca",
+        metavar="FILE",
+        help="Clients need a certificate that one of the authorities in this file has signed.",
+    ),
+    click.option(
+        "--tls-ca",
+        metavar="FILE",
+        help="The authorities of the other nodes' certificates.  [default: the system's]",
+    ),
+    click.option(
+        "--node-user",
+        metavar="NAME",
+        help="The user as whom the server logs in to other nodes.  [default: its certificate's "
+        "name]",
+    ),
+    click.option(
+        "--node-password-file",
+        metavar="FILE",
+        help="The file with that user's password in its first line.",
+    ),
+    click.option(
+        "--insecure-no-authentication",
+        is_flag=True,
+        default=None,
+        help="Listen where other machines reach the server without users or encryption. Anybody "
+        "there can then read and change everything.",
+    ),
+    click.option("--node", help="The server's name in partition maps.  [default: its identity]"),
+    click.option(
+        "--quota-bytes", type=int, help="The memory quota of a bucket that is created without one."
+    ),
+    click.option("--log-level", help="The lowest level to log: debug, info, warning or error."),
+    click.option(
+        "--log-format", help="The form of the log: console for people, json for programs."
+    ),
+)
+
+
+def with_settings(command: Any) -> Any:
+    """Gives a command an option for each setting that has one. It gets their values by name, and
+    `config_path`."""
+    for option in reversed(_options):
+        command = option(command)
+    return command
+
+
+def loaded_config(config_path: Path | None, **options: Any) -> ServerConfig:
+    """The settings, from the file, the environment and the options of `with_settings`.
+
+    Raises:
+        click.UsageError: A setting is wrong; it says which.
+    """
+    try:
+        return load_config(config_path, os.environ, options)
+    except ConfigError as error:
+        raise click.UsageError(str(error)) from error
+
+
+with_data_dir = click.option(
+    "--data-dir",
+    type=click.Path(path_type=Path),
+    envvar="UPR_SERVER_DATA_DIR",
+    default=default_data_dir,
+    help="The data directory.  [default: where `serve` stores a user's data]",
+)
+"""Gives a command the option `--data-dir`."""
