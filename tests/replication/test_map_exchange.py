@@ -106,7 +106,7 @@ async def test_a_question_without_an_answer_closes_its_connection(
         silent: dict[type[Message], object] = {**HANDLERS, GetMap: lambda *_: None}
         with monkeypatch.context() as patch:
             (connection,) = server.connections.connections
-            patch.setattr(connection, "_handlers", silent)
+            patch.setattr(connection._dispatcher, "_handlers", silent)
             with trio.move_on_after(2.0) as timeout:
                 await connections.status(THERE)
             assert timeout.cancelled_caught

@@ -50,8 +50,10 @@ from upr_server.events.local_consumer import LocalConsumer
 from upr_server.net import AcceptedConnection, ConnectionServer
 from upr_server.net.backlog import REPLIES_BYTES_MAX, ConnectionBacklog
 from upr_server.net.connection_ends import ENDS_MAX, ConnectionEnds
+from upr_server.net.connection_writer import ConnectionWriter
 from upr_server.net.frame_budget import FrameBudget, UnfinishedFrame
 from upr_server.net.replies import STEP_REPLIES, ReplySteps
+from upr_server.net.silence_watch import SilenceWatch
 from upr_server.net.step_writes import WOKEN_MAX, StepWrites
 from upr_server.net.turns import BudgetedTurns, NetworkQueue, NetworkTurns, Turns
 from upr_server.replication import MapExchange, PartitionMaps, UserExchange
@@ -541,7 +543,9 @@ async def test_answers_to_publishers_that_are_taken_in_steps() -> None:
     (await cancelled_at_each_step(work, answers.check_invariants, then=work)).check_inside(*TAKING)
 
 
-TURNS: Final = tries(Turns.next_turn, BudgetedTurns.next_turn, NetworkTurns.next_turn)
+TURNS: Final = tries(
+    Turns.next_turn, BudgetedTurns.next_turn, BudgetedTurns.take_turn, NetworkTurns.next_turn
+)
 
 
 async def test_long_work_that_waits_for_its_turn(autojump_clock: MockClock) -> None:
@@ -554,6 +558,7 @@ async def test_long_work_that_waits_for_its_turn(autojump_clock: MockClock) -> N
             for _ in range(3):
                 nursery.start_soon(turns.next_turn)
                 nursery.start_soon(read_turns.next_turn)
+                nursery.start_soon(read_turns.take_turn, 1000)
                 nursery.start_soon(network_turns.next_turn)
 
     def look() -> None:
@@ -586,7 +591,9 @@ async def test_a_connection_whose_peer_has_too_many_replies_to_take(
         (await cancelled_at_each_step(work, then=work)).check_inside(*BACKLOG)
 
 
-SERVED: Final = tries(ConnectionServer.serve, AcceptedConnection.run)
+SERVED: Final = tries(
+    ConnectionServer.serve, AcceptedConnection.run, ConnectionWriter.run, SilenceWatch.run
+)
 
 
 async def test_a_connection(server: Server, autojump_clock: MockClock) -> None:

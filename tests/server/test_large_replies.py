@@ -64,7 +64,7 @@ async def test_large_replies_that_waited_are_sent_some_in_each_turn(
         ]
         await trio.testing.wait_all_tasks_blocked()
         largest_step = LargestStep(
-            lambda: connection._bytes_out + connection.session.outgoing_bytes
+            lambda: connection._writer.bytes_out + connection.session.outgoing_bytes
         )
         trio.lowlevel.add_instrument(largest_step)
         store.released.set()

@@ -55,6 +55,7 @@ KEY: Final = key_in(0, PARTITIONS)
 OF_A_CONNECTION: Final = (
     *("AcceptedConnection", "RequestContext", "ServerSession", "Streamer", "_Stream"),
     *("PartitionReader", "UnfinishedFrame", "PublisherCredit"),
+    *("ConnectionWriter", "SilenceWatch", "MessageDispatcher"),
 )
 OF_A_STREAM: Final = ("_Stream", "PartitionReader", "Backfill", "Cursor")
 OF_A_BUCKET: Final = (
@@ -255,7 +256,7 @@ async def _reset_while_answers_wait(server: Server, questions: int) -> None:
         (connection,) = server.connections.connections
         # The socket's buffers take some of it; the rest waits for the peer.
         await trio.testing.wait_all_tasks_blocked()
-        assert connection._unwritten
+        assert connection._writer._unwritten
         del connection
         await trio.aclose_forcefully(own_end)
 

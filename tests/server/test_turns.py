@@ -17,16 +17,7 @@ from tests.server.test_connection import QUOTA_BYTES, connected, make_server, se
 from upr_protocol.failover import NOTHING_YET
 from upr_protocol.ids import PartitionId, PartitionState
 from upr_protocol.limits import PARTITIONS_MAX
-from upr_protocol.wire import (
-    Barrier,
-    BarrierReply,
-    CycleEnd,
-    Go,
-    HelloReply,
-    Open,
-    Opened,
-    Stream,
-)
+from upr_protocol.wire import Barrier, BarrierReply, CycleEnd, Go, HelloReply, Open, Opened, Stream
 from upr_server.net.connection import AcceptedConnection
 from upr_server.net.streamer import STEP_STREAMS
 from upr_server.net.turns import (
@@ -238,11 +229,11 @@ class LongestSend(trio.abc.Instrument):
     def __init__(self, connection: AcceptedConnection) -> None:
         self.longest = 0
         self._connection = connection
-        self._bytes_out = connection._bytes_out
+        self._bytes_out = connection._writer.bytes_out
 
     def after_task_step(self, _task: trio.lowlevel.Task) -> None:
-        self.longest = max(self.longest, self._connection._bytes_out - self._bytes_out)
-        self._bytes_out = self._connection._bytes_out
+        self.longest = max(self.longest, self._connection._writer.bytes_out - self._bytes_out)
+        self._bytes_out = self._connection._writer.bytes_out
 
 
 async def test_a_consumer_of_many_partitions_is_sent_some_in_each_step(
@@ -269,9 +260,9 @@ async def test_a_consumer_of_many_partitions_is_sent_some_in_each_step(
             (*_, connection) = server.connections.connections
             send = LongestSend(connection)
             trio.lowlevel.add_instrument(send)
-            sent_before = connection._bytes_out
+            sent_before = connection._writer.bytes_out
             await peer.say(Barrier(b"all"))
             await peer.hear(BarrierReply)
             trio.lowlevel.remove_instrument(send)
             # 128 items of 8 KiB come to a step's MiB.
-            assert send.longest < (connection._bytes_out - sent_before) / 3
+            assert send.longest < (connection._writer.bytes_out - sent_before) / 3

@@ -25,6 +25,7 @@ from upr_protocol.client.trio import connection as client_end
 from upr_protocol.transport import write_now
 from upr_protocol.transport.socket_io import unsent
 from upr_server.net import connection as server_end
+from upr_server.net import connection_writer as server_writer
 
 WINDOW_BYTES: Final = 64 * 1024
 """What a connection holds of each direction, sent and not yet received."""
@@ -285,6 +286,7 @@ def taken_at_once() -> Iterator[None]:
     with (
         replaced(client_end, "write_now", _write_now),
         replaced(server_end, "write_now", _write_now),
+        replaced(server_writer, "write_now", _write_now),
     ):
         yield
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import suppress
 from functools import partial
 from typing import Final
@@ -11,10 +10,8 @@ from typing import Final
 import structlog
 import trio
 
-from upr_protocol.chunk import Buffer
-from upr_protocol.concurrency import Notifier, first_failure
-from upr_protocol.errors import RemoteProtocolError, ServerError, Status, TlsError
-from upr_protocol.limits import HANDSHAKE_TIMEOUT_S
+from upr_protocol.concurrency import first_failure
+from upr_protocol.errors import RemoteProtocolError, Status, TlsError
 from upr_protocol.session import ServerSession, SessionState
 from upr_protocol.transport import (
     SCRATCH_BYTES,
@@ -22,44 +19,19 @@ from upr_protocol.transport import (
     TlsStream,
     new_memory,
     read_some,
-    write_all,
     write_now,
-    write_rest,
 )
-from upr_protocol.wire import (
-    BEFORE_READY,
-    CloseStream,
-    ContinueLogIn,
-    Error,
-    Message,
-    Mutate,
-    Noop,
-    StartLogIn,
-)
-from upr_server.engine import BucketError
+from upr_protocol.wire import BEFORE_READY, ContinueLogIn, Message, StartLogIn
+from upr_server.net.connection_writer import ConnectionWriter
 from upr_server.net.frame_budget import UnfinishedFrame
-from upr_server.net.handlers.single_sets import apply_sets
 from upr_server.net.log_in import offered_mechanisms
-from upr_server.net.request_context import Handler, RequestContext, remaining_steps
+from upr_server.net.message_dispatcher import MessageDispatcher
+from upr_server.net.request_context import Handler, RequestContext
 from upr_server.net.resources import ServerResources
+from upr_server.net.silence_watch import SilenceWatch
 from upr_server.net.streamer import streams_in_steps
+from upr_server.net.turns import LONG_STEP_S, SLICE_S
 from upr_server.runtime import network_of
-
-SLICE_S: Final = 0.001
-"""How long one peer's requests are answered before others have their turn."""
-
-LONG_STEP_S: Final = 0.0005
-"""A step that takes so long counts as long: of hundreds of connections with such steps only some
-have one in a turn of the loop, while others are answered in each."""
-
-YIELD_BYTES: Final = 64 * 1024
-"""A connection that has sent so much at a time lets others have their turn before it sends more."""
-
-LARGE_ANSWER_BYTES: Final = 1024 * 1024
-"""What was put into a session in a step is written in another step if it is more than this."""
-
-BUSY_S: Final = 0.25
-"""How often silence is looked at while something is being written."""
 
 CLOSING_READ_S: Final = 2.0
 """How long what a peer still sends is read after the last word to it was written."""
@@ -67,10 +39,6 @@ CLOSING_READ_S: Final = 2.0
 CONNECTION_OBJECTS: Final = 250
 """Objects that are made for a connection as it begins, again until it is ready, and as it ends, as
 Python's collector counts them."""
-
-_CONVERSING: Final = (SessionState.OPEN, SessionState.STREAMING)
-
-_STREAMING: Final = SessionState.STREAMING  # an enum's attributes are slow to look up
 
 _LOG_IN: Final = (StartLogIn, ContinueLogIn)
 
@@ -85,8 +53,9 @@ class AcceptedConnection:
 
     A reader takes bytes in and answers requests at once. At the end of its step it writes what that
     has made, for this connection and for others (`step_writes`). A writer sends what the session
-    holds and then streams, and has nothing to do where the sockets took it at once. Neither ever
-    waits for the other, except for `REPLIES_BYTES_MAX`. A third task watches for silence.
+    holds and then streams (`connection_writer`), and has nothing to do where the sockets took it at
+    once. Neither ever waits for the other, except for `REPLIES_BYTES_MAX`. A third task watches for
+    silence (`silence_watch`).
 
     Args:
         resources: What all connections share.
@@ -116,46 +85,27 @@ class AcceptedConnection:
             allocate=new_memory,
             mechanisms=partial(offered_mechanisms, resources.log_ins, stream),
         )
-        self._to_send = Notifier()
         # Not the connection's own `wake`, which would be a reference cycle: what a connection held
         # is freed when the connection ends, not when Python's collector comes by.
         wake = resources.step_writes.waker(self)
         self.context = RequestContext(resources, self.session, stream, peer, wake)
+        self._writer = ConnectionWriter(resources, self.session, self.context, stream, peer)
+        self._silence_watch = SilenceWatch(resources, self.session, self._writer, peer, wake)
+        self._dispatcher = MessageDispatcher(self.context, handlers, self.session, peer)
         self._resources = resources
-        self._handlers = handlers
         self._stream = stream
-        self._ready = trio.Event()
         self._is_ready = False
-        self._is_idle = False
-        """Whether the writer waits for something to write."""
-        self._idle_scope: trio.CancelScope | None = None
-        """Around that wait, where the peer is a replica."""
-        self._unwritten: Sequence[Buffer] = ()
-        """What the socket has not taken yet."""
         self._is_lost = False
         """Whether reading or writing has met an error."""
         self._tls_failure = ""
         """The error, if it is one of TLS; else empty."""
-        self._opened_at = trio.current_time()
         self._frame = UnfinishedFrame(resources.frame_budget, self.network, self._drop_frame)
         """What is held of the frame that is arriving."""
-        self._is_unread = False
-        """Whether it is the server that does not read, though nothing is being written."""
-        self._is_silent = False
-        """Whether nothing was heard for too long when that was last looked at."""
         self._handled_count = 0
         """How often a frame, or some frames together, were handled."""
-        self._unjoined_frames = 0
-        """How many of the next frames are handled one by one: they were joined with one that could
-        not be applied at once. To join them again after each would take quadratic time."""
         self._bytes_in = 0
-        self._bytes_out = 0
         self._has_worked_long = False
         """Whether its last step took long."""
-        self._has_sent_much = False
-        """Whether so much was sent the last time that others have their turn before more is."""
-        self._write_pause_s = 0.0
-        """How long to write nothing, because of the user's limits."""
 
     async def run(self) -> None:
         """Serves the connection until it ends. Cancelled, it leaves at once. The stream is closed
@@ -164,7 +114,7 @@ class AcceptedConnection:
             if await self._converse() and self.session.state is SessionState.CLOSED:
                 await self._close_gracefully()
                 # Peers that leave together have all got here in one turn.
-                await self._wait_for_connection_turn()
+                await self._resources.connection_turns.take_turn(1)
         except* (trio.BrokenResourceError, trio.ClosedResourceError):
             self._log_loss()
         except* NotTlsError:
@@ -189,7 +139,7 @@ class AcceptedConnection:
                 # Not when it was accepted: 1,000 may be accepted before any of this is made.
                 self._resources.young_objects.note_made(CONNECTION_OBJECTS)
                 nursery.start_soon(self._read, nursery.cancel_scope)
-                nursery.start_soon(self._keep_time)
+                nursery.start_soon(self._silence_watch.run)
                 is_connected = await self._write()
                 await self._close_streams()
                 # Not at once: 1,000 that time out together come here together.
@@ -241,44 +191,11 @@ class AcceptedConnection:
 
     def wake_writer(self) -> None:
         """There is something for the writer to send, or to end."""
-        self._to_send.notify()
+        self._writer.wake()
 
     def flush_now(self, now: float) -> int:
-        """Writes what the socket takes at the time `now`, if the writer does not write already;
-        leaves the rest to the writer. Returns how many bytes there were."""
-        length = 0
-        session = self.session
-        # Woken, the writer is idle for a moment still: what was left for it must go first. And to
-        # make a large answer takes a step of its own: its checksum alone takes 2 ms.
-        if (
-            self._is_idle
-            and not self._unwritten
-            and session.state in _CONVERSING
-            and session.outgoing_bytes < LARGE_ANSWER_BYTES
-            and (not self._has_sent_much or self._resources.write_turns.may_begin)
-        ):
-            try:
-                length = self._send(now)
-            except (trio.BrokenResourceError, trio.ClosedResourceError):
-                # It is this connection's writer that meets the error.
-                length = YIELD_BYTES
-            is_over = session.state not in _CONVERSING
-            is_done = not self._unwritten and length < YIELD_BYTES and not self._write_pause_s
-            if is_done and not is_over and self._resumes_after_report(now):
-                return length
-        self._to_send.notify()
-        return length
-
-    def _resumes_after_report(self, now: float) -> bool:
-        """Has the idle writer wake when the wait for a replica's report times out, if there is such
-        a wait. Returns False where the writer itself must be woken to set that time."""
-        report_wait = self.context.report_wait
-        if not report_wait.holds_back(now):
-            return True
-        if self._idle_scope is None:
-            return False
-        self._idle_scope.deadline = report_wait.ends_at
-        return True
+        """Writes what the socket takes at the time `now`; see `ConnectionWriter.flush_now`."""
+        return self._writer.flush_now(now)
 
     # Reading.
 
@@ -360,7 +277,7 @@ class AcceptedConnection:
     def _note_ready(self) -> None:
         if self.session.state not in BEFORE_READY:
             self._is_ready = True
-            self._ready.set()
+            self._silence_watch.note_ready()
             if self.session.state is not SessionState.CLOSED:
                 self._resources.strangers.discard(self)
             self._resources.young_objects.note_made(CONNECTION_OBJECTS)
@@ -395,13 +312,13 @@ class AcceptedConnection:
 
     def _handle_some(self, events: Iterator[Message | None], began: float) -> Continuation | None:
         while True:
-            has_applied = self._apply_sets()
+            has_applied = self._dispatcher.apply_sets()
             if not has_applied:
                 try:
                     message = next(events)
                 except StopIteration:
                     return None
-                if message is not None and (steps := self._handle(message)) is not None:
+                if message is not None and (steps := self._dispatcher.handle(message)) is not None:
                     self._handled_count += 1
                     self._note_worked(trio.current_time() - began)
                     return partial(self._finish_handling, message, steps)
@@ -432,9 +349,9 @@ class AcceptedConnection:
 
     async def _pause_reading(self, pause_s: float) -> None:
         if pause_s:
-            self._is_unread = True
+            self._silence_watch.is_unread = True
             await self._frame.pause(pause_s)
-            self._is_unread = False
+            self._silence_watch.is_unread = False
 
     async def _wait_for_read_turn(self) -> None:
         # A read of a MiB takes about a millisecond. Hundreds of peers that send at the same time
@@ -444,9 +361,9 @@ class AcceptedConnection:
             await self._resources.read_turns.next_turn()
 
     async def _wait_for_frame_memory(self) -> None:
-        self._is_unread = True
+        self._silence_watch.is_unread = True
         await self._frame.wait_for_turn()
-        self._is_unread = False
+        self._silence_watch.is_unread = False
 
     def _drop_frame(self, reason: str) -> None:
         log.warning(
@@ -459,56 +376,9 @@ class AcceptedConnection:
         self.wake()
 
     async def _wait_for_backlog(self) -> None:
-        self._is_unread = True
+        self._silence_watch.is_unread = True
         await self.context.backlog.wait_until_not_full()
-        self._is_unread = False
-
-    def _apply_sets(self) -> bool:
-        """Applies and answers the plain `SET`s that come next; whether there was any."""
-        if self._unjoined_frames:
-            self._unjoined_frames -= 1
-            return False
-        # A frame whose body is being received by itself is no such `SET`.
-        sets = None if self.session.unfinished_body_bytes else self.context.read_sets()
-        if sets is None:
-            return False
-        try:
-            count = apply_sets(self.context, sets)
-        except Exception:
-            log.exception("request failed", peer=self.peer, request=Mutate.__name__)
-            self.context.fail_in(Mutate)
-            return True
-        if count:
-            self._unjoined_frames = sets.frame_count - count
-            return True
-        self._unjoined_frames = sets.frame_count - 1
-        return False
-
-    def _handle(self, message: Message) -> Iterator[None] | None:
-        """Handles a message; returns the steps that are left to do, if any."""
-        handler = self._handlers.get(type(message))
-        if handler is not None:
-            try:
-                self.context.access.check_message(message)
-                return handler(self.context, message)
-            except (ServerError, BucketError) as error:
-                self.context.refuse_for(message, error)
-                if type(message) is Mutate:
-                    # It has spent credit, too.
-                    self.context.credit.top_up()
-            except Exception:
-                log.exception("request failed", peer=self.peer, request=type(message).__name__)
-                self.context.fail(message)
-        elif isinstance(message, CloseStream):
-            self.context.streamer.end_stream(message.partition, Status.STREAM_CLOSED)
-        elif isinstance(message, Error):
-            log.warning(
-                "client reports an error",
-                peer=self.peer,
-                identity=self.session.client_identity,
-                error=message.sentence,
-            )
-        return None
+        self._silence_watch.is_unread = False
 
     async def _finish_handling(self, message: Message, steps: Iterator[None]) -> None:
         """Does the steps that are left to do for a message; others have their turn before each."""
@@ -520,12 +390,7 @@ class AcceptedConnection:
             else:
                 await turns.next_turn()
             began = trio.current_time()
-            try:
-                has_more = remaining_steps(steps) is not None
-            except Exception:
-                log.exception("request failed", peer=self.peer, request=type(message).__name__)
-                self.context.fail(message)
-                has_more = False
+            has_more = self._dispatcher.go_on(message, steps)
             worked_s = trio.current_time() - began
             turns.note_used(worked_s)
             self._has_worked_long = worked_s > LONG_STEP_S
@@ -542,7 +407,7 @@ class AcceptedConnection:
         reference cycle, with everything that the connection has.
         """
         try:
-            await self._write_all()
+            await self._writer.run()
         except (trio.BrokenResourceError, trio.ClosedResourceError):
             self._is_lost = True
             return False
@@ -555,170 +420,7 @@ class AcceptedConnection:
             return False
         return True
 
-    async def _write_all(self) -> None:
-        while True:
-            # Taken first: what is added while it writes must not be slept through.
-            to_send = self._to_send.next_event()
-            await self._flush()
-            if self.session.state is SessionState.CLOSED:
-                return
-            self._is_idle = True
-            report_wait = self.context.report_wait
-            if report_wait.was_used:
-                is_held = report_wait.holds_back(trio.current_time())
-                deadline = report_wait.ends_at if is_held else math.inf
-                with trio.CancelScope(deadline=deadline) as self._idle_scope:
-                    await to_send.wait()
-                self._idle_scope = None
-            else:
-                await to_send.wait()
-            self._is_idle = False
-
-    async def _flush(self) -> None:
-        """Writes until there is nothing to write now."""
-        resources = self._resources
-        if not self._unwritten:
-            await self._pause_writing()
-        if self._has_sent_much:
-            await self._wait_for_write_turn()
-        length = len(self._unwritten) or self._send(trio.current_time())
-        while length:
-            if self._unwritten:
-                await write_rest(
-                    self._stream, self._unwritten, resources.send_timeout_s, resources.write_turns
-                )
-                self._has_sent()
-            elif length >= YIELD_BYTES:
-                await trio.lowlevel.checkpoint()
-            await self._pause_writing()
-            if self._has_sent_much:
-                await self._wait_for_write_turn()
-            length = self._send(trio.current_time())
-
-    async def _wait_for_write_turn(self) -> None:
-        """Much was sent the last time: others have their turn before more is, where that adds
-        up."""
-        if not self._resources.write_turns.may_begin:
-            await self._resources.write_turns.next_turn()
-
-    async def _pause_writing(self) -> None:
-        """Writes nothing as long as the user's limits say; but that this side is alive, or a peer
-        would take it for dead. To be called between two frames."""
-        if not self._write_pause_s:
-            return
-        session, now = self.session, trio.current_time()
-        deadline, self._write_pause_s = now + self._write_pause_s, 0.0
-        # A session that is over, as its user was removed, ends at once.
-        while now < deadline and session.state is not SessionState.CLOSED:
-            if session.keep_alive.is_noop_due(now):
-                session.keep_alive.note_sent(now)
-                await write_all(
-                    self._stream, Noop().frame_buffers(), self._resources.send_timeout_s
-                )
-            with trio.move_on_at(min(deadline, session.keep_alive.noop_due_at)):
-                await self._to_send.wait()
-            now = trio.current_time()
-
-    def _send(self, now: float) -> int:
-        """Gives the socket what there is to send at the time `now`; what it does not take at once
-        is left in `_unwritten`.
-
-        Returns:
-            How many bytes there were, with those of the rows that were left out: reading these
-            took time, too.
-        """
-        session, context, left_out = self.session, self.context, 0
-        reply_bytes = session.outgoing_bytes
-        if session.state is _STREAMING and not context.report_wait.holds_back(now):
-            try:
-                left_out = context.streamer.step()
-                if (replica_end := context.streamer.replica_end) is not None:
-                    # A step that ends before all was sent counts as a large batch.
-                    nbytes = session.outgoing_bytes + left_out
-                    context.report_wait.note_sent(nbytes, *replica_end, now)
-            except Exception:
-                log.exception("stream failed", peer=self.peer)
-                session.fail(
-                    Status.INTERNAL, "internal error in a stream; the server's log has the cause"
-                )
-        length = session.outgoing_bytes
-        self._has_sent_much = length + left_out >= YIELD_BYTES
-        if not length:
-            return left_out
-        self._bytes_out += length
-        if (usage := context.log_in.usage) is not None:
-            self._write_pause_s = usage.pause_after_writing(length, now)
-        self._unwritten = session.take_outgoing(now)
-        self._unwritten = write_now(self._stream, self._unwritten)
-        if self._has_sent_much:
-            unwritten_bytes = sum(map(len, self._unwritten))
-            self._resources.write_turns.note_used(length + left_out - unwritten_bytes)
-        if self._unwritten:
-            # What the streamer has added is bounded by itself, and holds up no request.
-            context.backlog.begin_write(reply_bytes)
-        else:
-            self._has_sent()
-        return length + left_out
-
-    def _has_sent(self) -> None:
-        self._unwritten = ()
-        if self.context.streamer.disk_streams:
-            self.context.streamer.note_sent()
-        self.context.backlog.end_write()
-
-    # Silence.
-
-    async def _keep_time(self) -> None:
-        """Says or does something about silence when it is time, until the conversation is over."""
-        session = self.session
-        with trio.move_on_at(self._opened_at + HANDSHAKE_TIMEOUT_S):
-            await self._ready.wait()
-        if not self._ready.is_set():
-            await self._wait_for_connection_turn()
-        if not self._ready.is_set():
-            awaited_message = "log-in" if session.client_identity else "Hello"
-            session.fail(
-                Status.IDLE, f"no {awaited_message} within {HANDSHAKE_TIMEOUT_S:.0f} seconds"
-            )
-            self.wake()
-        while session.state is not SessionState.CLOSED:
-            # Whatever was said or heard meanwhile has moved it on.
-            await trio.sleep_until(session.keep_alive.next_check())
-            if not self._is_idle:
-                # How long a peer may take nothing is the writer's to say.
-                await trio.sleep(BUSY_S)
-            elif trio.current_time() >= session.keep_alive.next_check():
-                await self._wait_for_connection_turn()
-                if self._is_idle:
-                    await self._check_silence()
-                    self.wake()
-
-    async def _wait_for_connection_turn(self) -> None:
-        """What comes next may be due on thousands of connections at the same time: some have their
-        turn together."""
-        turns = self._resources.connection_turns
-        if not turns.may_begin:
-            await turns.next_turn()
-        turns.note_used(1)
-
-    async def _check_silence(self) -> None:
-        session = self.session
-        now = trio.current_time()
-        if self._is_unread:
-            session.keep_alive.note_received(now)
-        if session.tick(now):
-            self._is_silent = False
-        elif not self._is_silent:
-            # Perhaps it was this process that slept: what came meanwhile is read first.
-            self._is_silent = True
-            await trio.sleep(SLICE_S)
-        else:
-            log.warning(
-                "peer is silent; closing connection",
-                peer=self.peer,
-                identity=session.client_identity,
-            )
-            session.fail(Status.IDLE, "the peer sent nothing for two idle intervals")
+    # Rights.
 
     def loses_rights(self) -> bool:
         """Whether a change of the users has taken something from the client: `end_revoked` ends
@@ -759,5 +461,5 @@ class AcceptedConnection:
             "barriers": session.barriers,
             "cycles": session.cycles,
             "bytes_in": self._bytes_in,
-            "bytes_out": self._bytes_out,
+            "bytes_out": self._writer.bytes_out,
         }

@@ -17,13 +17,13 @@ from upr_protocol.transport import TlsStream, allow_unsent_bytes
 from upr_protocol.wire import Message
 from upr_server.buckets import BucketCatalog, Upkeep
 from upr_server.engine import Bucket
-from upr_server.net.connection import SLICE_S, AcceptedConnection
+from upr_server.net.connection import AcceptedConnection
 from upr_server.net.credit import CreditShares
 from upr_server.net.log_in import LogInResources
 from upr_server.net.request_context import Handler
 from upr_server.net.resources import EventProvider, PartitionMapProvider, ServerResources
 from upr_server.net.streamer import streams_in_steps
-from upr_server.net.turns import NetworkTurns
+from upr_server.net.turns import SLICE_S, NetworkTurns
 from upr_server.runtime import AuditLog, Certificates, network_of, sums_in_steps
 from upr_server.user_store import UserStore
 

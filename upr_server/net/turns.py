@@ -7,6 +7,13 @@ from typing import Final, Protocol
 import attrs
 import trio
 
+SLICE_S: Final = 0.001
+"""How long one peer's requests are answered before others have their turn."""
+
+LONG_STEP_S: Final = 0.0005
+"""A step that takes so long counts as long: of hundreds of connections with such steps only some
+have one in a turn of the loop, while others are answered in each."""
+
 TURN_READ_BYTES: Final = 2 * 1024 * 1024
 """Bytes after which no large read begins in the same turn of the loop. A MiB takes about a
 millisecond."""
@@ -105,6 +112,12 @@ class BudgetedTurns:
         lane = self._lanes[self._next_lane]
         self._next_lane = (self._next_lane + 1) % len(self._lanes)
         await lane.next_turn()
+
+    async def take_turn(self, amount: float) -> None:
+        """Waits until a piece may begin, if it may not now, and counts it."""
+        if not self.may_begin:
+            await self.next_turn()
+        self.note_used(amount)
 
     def note_used(self, amount: float) -> None:
         """Counts a piece, once it is done."""
