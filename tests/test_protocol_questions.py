@@ -25,8 +25,9 @@ from upr_protocol.chunk import (
 )
 from upr_protocol.client.core.log_in import ClientLogIn
 from upr_protocol.client.core.metadata import ClusterMetadata
+from upr_protocol.client.core.publish_options import PublishOptions
 from upr_protocol.client.core.retry import is_retryable
-from upr_protocol.client.core.unanswered_batches import PublishOptions, UnansweredBatches
+from upr_protocol.client.core.unanswered_batches import UnansweredBatches
 from upr_protocol.client.core.writer_identity import WriterIdentity
 from upr_protocol.errors import (
     ChunkError,

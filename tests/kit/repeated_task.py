@@ -14,7 +14,7 @@ from tests.kit.recorded import Sleep
 from upr_protocol.chunk import Chunk, Mutation
 from upr_protocol.client import Publisher, publisher
 from upr_protocol.client.core.key_lookup import counter_delta
-from upr_protocol.client.core.unanswered_batches import Batch
+from upr_protocol.client.core.partition_batches import Batch
 from upr_protocol.client.core.writer_identity import WRITER_ID_BYTES, WriterIdentity
 from upr_protocol.errors import UprError
 from upr_protocol.hashing import partition_of

@@ -20,7 +20,7 @@ from pyarrow import parquet
 from pyspark.sql import types
 
 from upr_protocol.chunk import Chunk, CounterDelta, Mutation
-from upr_protocol.client.core.unanswered_batches import IN_FLIGHT_DEFAULT
+from upr_protocol.client.core.publish_options import IN_FLIGHT_DEFAULT
 from upr_protocol.errors import Status
 from upr_protocol.hashing import partition_of
 from upr_protocol.ids import Cas, Durability, HistoryId, Operation, PartitionId, SeqNo

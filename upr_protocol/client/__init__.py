@@ -51,6 +51,7 @@ from upr_protocol.client.core.key_operations import (
     ItemOptions,
     KeyOperations,
 )
+from upr_protocol.client.core.partition_batches import Batch
 from upr_protocol.client.core.results import (
     Failure,
     NotDurableError,
@@ -58,7 +59,6 @@ from upr_protocol.client.core.results import (
     WriteResult,
 )
 from upr_protocol.client.core.resume_state import ResumeState, ResumeStateError
-from upr_protocol.client.core.unanswered_batches import Batch
 from upr_protocol.client.core.writer_identity import WriterIdentity
 from upr_protocol.client.credentials import read_password
 from upr_protocol.client.index_client import (

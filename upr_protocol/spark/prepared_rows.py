@@ -27,7 +27,7 @@ from pyspark.sql.datasource import WriterCommitMessage
 
 from upr_protocol.chunk import Chunk
 from upr_protocol.client import WriterIdentity
-from upr_protocol.client.core.unanswered_batches import IN_FLIGHT_DEFAULT
+from upr_protocol.client.core.publish_options import IN_FLIGHT_DEFAULT
 from upr_protocol.ids import Operation, PartitionId
 from upr_protocol.spark.batches import (
     CHUNK_BYTES_MAX,

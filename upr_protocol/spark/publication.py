@@ -13,8 +13,8 @@ from pyspark.sql.datasource import WriterCommitMessage
 
 from upr_protocol.chunk import Chunk, CounterDelta
 from upr_protocol.client import BlockingClient, WriterIdentity
+from upr_protocol.client.core.partition_batches import Batch
 from upr_protocol.client.core.results import status_of
-from upr_protocol.client.core.unanswered_batches import Batch
 from upr_protocol.client.core.writer_identity import WRITER_ID_BYTES
 from upr_protocol.errors import ADVICE, ServerError, Status, UprError
 from upr_protocol.ids import Operation, PartitionId

@@ -51,7 +51,7 @@ from upr_protocol.client.blocking import connection as blocking_connection
 from upr_protocol.client.blocking.connection import BlockingConnection, SocketOptions
 from upr_protocol.client.blocking.trio_thread import TrioThread
 from upr_protocol.client.core.batcher import BUNDLE_MUTATIONS
-from upr_protocol.client.core.unanswered_batches import Batch
+from upr_protocol.client.core.partition_batches import Batch
 from upr_protocol.errors import (
     BrokenError,
     ClosedError,

@@ -16,13 +16,10 @@ from tests.kit.fake_partition import FakePartition
 from tests.kit.reference_cycles import no_collections
 from upr_protocol.chunk import Chunk, CounterDelta, Mutation, chunk_of_plain_sets
 from upr_protocol.client.core.batcher import BUNDLE_MUTATIONS
-from upr_protocol.client.core.unanswered_batches import (
-    BUSY_NODE_ROWS,
-    VERY_BUSY_NODE_ROWS,
-    Batch,
-    PublishOptions,
-    UnansweredBatches,
-)
+from upr_protocol.client.core.node_batches import BUSY_NODE_ROWS, VERY_BUSY_NODE_ROWS
+from upr_protocol.client.core.partition_batches import Batch
+from upr_protocol.client.core.publish_options import PublishOptions
+from upr_protocol.client.core.unanswered_batches import UnansweredBatches
 from upr_protocol.client.core.writer_identity import WriterIdentity
 from upr_protocol.errors import Status
 from upr_protocol.ids import Durability, Operation, PartitionId
@@ -218,23 +215,23 @@ class Machine(RuleBasedStateMachine):
 
     @rule()
     def end_period(self) -> None:
-        period = self.batches.end_period()
+        period = self.batches.totals.end_period()
         self.periods[period] = [b for batches in self.added.values() for b in batches]
 
     @invariant()
     def periods_are_answered_when_all_of_them_is(self) -> None:
         for period, batches in self.periods.items():
             is_answered = all(batch.result is not None for batch in batches)
-            assert self.batches.is_answered(period) == is_answered
+            assert self.batches.totals.is_answered(period) == is_answered
 
     @invariant()
     def counts_agree(self) -> None:
         unanswered = [b for batches in self.added.values() for b in batches if b.result is None]
-        assert self.batches.count == len(unanswered)
+        assert self.batches.totals.count == len(unanswered)
         placed = self.node.count + self.batches.unplaced_batches.count
         assert placed == len(unanswered)
-        assert self.batches.nbytes == sum(batch.nbytes for batch in unanswered)
-        assert self.batches.is_full == (self.batches.nbytes >= 4000)
+        assert self.batches.totals.nbytes == sum(batch.nbytes for batch in unanswered)
+        assert self.batches.is_full == (self.batches.totals.nbytes >= 4000)
 
     @invariant()
     def few_are_in_flight(self) -> None:
@@ -268,9 +265,9 @@ class Machine(RuleBasedStateMachine):
             self.pump()
             while self.arrived:
                 self.answer()
-            if not self.batches.count:
+            if not self.batches.totals.count:
                 break
-        assert not self.batches.count
+        assert not self.batches.totals.count
         for partition, batches in self.added.items():
             history = self.partitions[partition].history
             counts = iter(range(1, len(history) + 1))

@@ -35,11 +35,12 @@ from upr_protocol.client.core.changes import Change, change_call
 from upr_protocol.client.core.key_lookup import LOOKUPS_AT_ONCE, Item, KeyLookup, Text
 from upr_protocol.client.core.key_operations import ChangeOptions, KeyOperations
 from upr_protocol.client.core.operations import OperationBatches
+from upr_protocol.client.core.partition_batches import Batch
+from upr_protocol.client.core.publish_options import BUFFER_BYTES_DEFAULT
 from upr_protocol.client.core.results import Failure, PartitionBatchResult, WriteResult
 from upr_protocol.client.core.resume_state import ResumeState
 from upr_protocol.client.core.retry import RETRY_TIMEOUT_S_DEFAULT, RetryState
 from upr_protocol.client.core.subscription import End
-from upr_protocol.client.core.unanswered_batches import BUFFER_BYTES_DEFAULT, Batch
 from upr_protocol.client.core.writer_identity import WRITER_ID_BYTES, WriterIdentity
 from upr_protocol.client.fork_check import ForkCheck
 from upr_protocol.client.options import CREDIT_TIMEOUT_S_DEFAULT, IDENTITY_DEFAULT, new_lease_id

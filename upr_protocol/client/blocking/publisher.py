@@ -16,8 +16,8 @@ import trio
 from upr_protocol.chunk import Chunk
 from upr_protocol.client.blocking.trio_thread import TrioThread
 from upr_protocol.client.core.batcher import BUNDLE_BYTES, BUNDLE_MUTATIONS
+from upr_protocol.client.core.partition_batches import BATCH_OVERHEAD_BYTES, Batch
 from upr_protocol.client.core.retry import RetryState
-from upr_protocol.client.core.unanswered_batches import BATCH_OVERHEAD_BYTES, Batch
 from upr_protocol.client.trio.publisher import Publisher
 from upr_protocol.errors import UprError
 from upr_protocol.ids import PartitionId

@@ -7,8 +7,8 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from upr_protocol.chunk import Chunk, Mutation
 from upr_protocol.client.core.batcher import Batcher, BatchLimits
+from upr_protocol.client.core.partition_batches import Batch
 from upr_protocol.client.core.results import Failure, WriteResult, results_of
-from upr_protocol.client.core.unanswered_batches import Batch
 from upr_protocol.ids import PartitionId
 
 

@@ -15,14 +15,7 @@ from upr_protocol.client.core.handshake import Handshake
 from upr_protocol.client.core.resume_state import ResumeState
 from upr_protocol.errors import ServerError, Status
 from upr_protocol.failover import Position
-from upr_protocol.ids import (
-    PARTITIONS_END,
-    SEQ_MAX,
-    HistoryId,
-    PartitionId,
-    PartitionState,
-    SeqNo,
-)
+from upr_protocol.ids import PARTITIONS_END, SEQ_MAX, HistoryId, PartitionId, PartitionState, SeqNo
 
 End = int | Mapping[int, int] | Literal["now"] | None
 """Where streams end: at one sequence number, at one for each partition, at what the server has when

@@ -14,9 +14,9 @@ import trio
 from upr_protocol.address import Address
 from upr_protocol.client.core.handshake import Handshake
 from upr_protocol.client.core.log_in import ClientLogIn
+from upr_protocol.client.core.node_batches import OUTGOING_BYTES_MAX
 from upr_protocol.client.core.results import status_of
 from upr_protocol.client.core.retry import RETRY_TIMEOUT_S_DEFAULT, RetryState
-from upr_protocol.client.core.unanswered_batches import OUTGOING_BYTES_MAX
 from upr_protocol.client.credentials import resolve_credentials
 from upr_protocol.client.options import DriverOptions, new_nonce
 from upr_protocol.concurrency import Notifier, background_nursery, without_traceback

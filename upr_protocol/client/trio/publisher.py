@@ -15,15 +15,15 @@ from upr_protocol.chunk import Chunk
 from upr_protocol.client.core.batcher import BUNDLE_BYTES, BUNDLE_MUTATIONS, Batcher, BatchLimits
 from upr_protocol.client.core.calls import over_quota_error
 from upr_protocol.client.core.key_lookup import Text, counter_delta, to_bytes
-from upr_protocol.client.core.results import Failure, PartitionBatchResult
-from upr_protocol.client.core.retry import RETRY_TIMEOUT_S_DEFAULT
-from upr_protocol.client.core.unanswered_batches import (
+from upr_protocol.client.core.partition_batches import Batch
+from upr_protocol.client.core.publish_options import (
     BUFFER_BYTES_DEFAULT,
     IN_FLIGHT_DEFAULT,
-    Batch,
     PublishOptions,
-    UnansweredBatches,
 )
+from upr_protocol.client.core.results import Failure, PartitionBatchResult
+from upr_protocol.client.core.retry import RETRY_TIMEOUT_S_DEFAULT
+from upr_protocol.client.core.unanswered_batches import UnansweredBatches
 from upr_protocol.client.core.writer_identity import WRITER_ID_BYTES, WriterIdentity
 from upr_protocol.client.options import CREDIT_TIMEOUT_S_DEFAULT
 from upr_protocol.client.trio.client import Client
@@ -282,11 +282,11 @@ class Publisher:
         """Sends batches that are not full yet, and waits until all that was added before is
         answered."""
         self._add_batches()
-        unanswered, events = self._unanswered, self._nodes.flush_events
-        period = unanswered.end_period()
+        totals, events = self._unanswered.totals, self._nodes.flush_events
+        period = totals.end_period()
         answered = events[period] = trio.Event()
         try:
-            await self._wait_until(lambda: unanswered.is_answered(period), answered.wait)
+            await self._wait_until(lambda: totals.is_answered(period), answered.wait)
         finally:
             events.pop(period, None)
 
@@ -385,7 +385,7 @@ class Publisher:
             PublishError: Operations failed, and no callback was told.
         """
         await self.flush()
-        while self._unanswered.count or self._batcher:  # other tasks have added more
+        while self._unanswered.totals.count or self._batcher:  # other tasks have added more
             await self.flush()
         self._nodes.stop(ClosedError("the publisher was closed"))
         if self.failures:
@@ -395,13 +395,14 @@ class Publisher:
 
     def statistics(self) -> PublisherStatistics:
         """The publisher's figures."""
+        totals = self._unanswered.totals
         return PublisherStatistics(
             self._batches,
             self._mutations,
             self._failed,
-            self._unanswered.resent_count,
-            self._unanswered.count,
-            self._unanswered.nbytes,
+            totals.resent_count,
+            totals.count,
+            totals.nbytes,
             self._nodes.connection_count,
             self._nodes.connections.last_failure,
             self._nodes.is_connected,

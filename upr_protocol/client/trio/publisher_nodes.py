@@ -7,9 +7,10 @@ from collections.abc import Callable, Iterable, Sequence
 import trio
 
 from upr_protocol.address import Address
+from upr_protocol.client.core.partition_batches import Batch
 from upr_protocol.client.core.results import is_wrong_node
 from upr_protocol.client.core.retry import RetryState
-from upr_protocol.client.core.unanswered_batches import Batch, UnansweredBatches
+from upr_protocol.client.core.unanswered_batches import UnansweredBatches
 from upr_protocol.client.trio.connection import TrioConnection, TrioOptions
 from upr_protocol.client.trio.connection_pool import ConnectionPool, NodeHandler
 from upr_protocol.concurrency import Notifier, without_traceback
@@ -81,7 +82,7 @@ class PublisherNodes:
         send_later: Notified when a node has batches to send at some later time.
         room: The tasks that wait for room in the buffer. One of them is woken when there is some,
             and wakes the next.
-        flush_events: By period (`UnansweredBatches.end_period`) the event of the task that waits
+        flush_events: By period (`BatchTotals.end_period`) the event of the task that waits
             until its batches are answered, the oldest first.
         answer_events: The events of the tasks that wait for one batch. They and the ones before
             are also set when no answer will come.
@@ -148,7 +149,7 @@ class PublisherNodes:
             self.room.unpark()
         while self.flush_events:
             period = next(iter(self.flush_events))
-            if not self.unanswered_batches.is_answered(period):
+            if not self.unanswered_batches.totals.is_answered(period):
                 break
             self.flush_events.pop(period).set()
 
