@@ -27,7 +27,7 @@ from upr_server.engine import (
     FetchRequest,
     Partition,
 )
-from upr_server.net.handlers.publishing import durability_target
+from upr_server.net.handlers.durability import durability_target
 from upr_server.net.request_context import (
     RequestContext,
     check_partitions_differ,

@@ -8,17 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Generator, Iterator, Sequence
 from functools import partial
-from operator import itemgetter
-from typing import Final, Protocol, cast
+from typing import Final, Protocol
 
 import msgspec
-import trio
 
 from upr_protocol.chunk import RUN_BYTES
 from upr_protocol.concurrency import without_traceback
 from upr_protocol.errors import ChunkError, ServerError, Status
 from upr_protocol.ids import Cas, Durability, PartitionId, PartitionState, SeqNo
-from upr_protocol.wire import RESULT_BYTES, Mutate, MutateReply, RunResult, decode_results
+from upr_protocol.wire import RESULT_BYTES, Mutate, RunResult, decode_results
 from upr_server.engine import (
     LONG_RUN_ROWS,
     Bucket,
@@ -31,14 +29,15 @@ from upr_server.engine import (
     apply_set_runs,
 )
 from upr_server.engine.evaluation import BYTES_PER_COST
-from upr_server.net.partition_request_queue import FETCHED_BYTES_MAX, UNFINISHED, StillNeeded
-from upr_server.net.replies import (
-    IN_MEMORY,
-    PERSISTED,
-    DurabilityTarget,
-    OrderedReply,
-    call_when_durable,
+from upr_server.net.handlers.bundle_answer import BundleAnswer
+from upr_server.net.handlers.durability import (
+    WITHOUT_REPLICAS,
+    durability_target,
+    replica_count,
+    replicated_target,
 )
+from upr_server.net.partition_request_queue import FETCHED_BYTES_MAX, UNFINISHED, StillNeeded
+from upr_server.net.replies import IN_MEMORY, DurabilityTarget, OrderedReply, call_when_durable
 from upr_server.net.request_context import (
     RequestContext,
     misplaced_error,
@@ -79,8 +78,6 @@ has a counter, about."""
 _MEMORY: Final = Durability.MEMORY  # an enum's attributes are slow to look up
 _OK: Final = Status.OK
 
-_WITHOUT_REPLICAS: Final = {Durability.MEMORY: IN_MEMORY, Durability.PERSISTED: PERSISTED}
-
 _SENTENCES: Final = {
     Status.SUPERSEDED: "a later attempt of this writer has reached the partition",
     Status.TOKEN_TOO_OLD: "the partition has forgotten the result of this run",
@@ -88,41 +85,7 @@ _SENTENCES: Final = {
 }
 """Why a partition refuses a run for good."""
 
-_FIRST_ROW: Final = itemgetter(0)
-
 _SEND_EARLIER: Final = "send the earlier run of this writer again first"
-
-
-def durability_target(
-    context: RequestContext, partition: Partition, durability: Durability, copies: int
-) -> DurabilityTarget:
-    """How durable a change must be; `ServerError` when it never can be."""
-    if durability in _WITHOUT_REPLICAS:
-        return _WITHOUT_REPLICAS[durability]
-    replica_count = _replica_count(context, partition.id)
-    if max(copies, 1) > replica_count:
-        raise ServerError(
-            Status.TOO_FEW_REPLICAS,
-            f"partition {partition.id} has {replica_count} replicas that follow this node, "
-            f"not {max(copies, 1)}",
-        )
-    if copies < 1:
-        raise ServerError(
-            Status.BAD_ARGUMENT, f"a replicated level needs 1 or more copies, not {copies}"
-        )
-    return _replicated_target(context, durability, copies)
-
-
-def _replicated_target(
-    context: RequestContext, durability: Durability, copies: int
-) -> DurabilityTarget:
-    deadline = trio.current_time() + context.replication_timeout_s
-    return DurabilityTarget(durability, copies, deadline)
-
-
-def _replica_count(context: RequestContext, partition: PartitionId) -> int:
-    assert context.bucket is not None
-    return len(context.partition_maps.replicas(context.bucket.name, partition))
 
 
 def mutate(context: RequestContext, request: Mutate) -> Iterator[None] | None:
@@ -159,21 +122,15 @@ class _BundleRequest(OrderedReply):
     """
 
     __slots__ = (
+        "_answer",
         "_batches",
         "_context",
-        "_error",
         "_flusher",
         "_generation",
-        "_is_wrong_node",
-        "_lines",
         "_request",
-        "_results",
         "_rights_error",
         "_row_cost",
-        "_row_results",
         "_unapplied_indexes",
-        "_undurable_results",
-        "_unfinished_count",
     )
 
     def __init__(self, context: RequestContext, request: Mutate, batches: BundleBatches) -> None:
@@ -185,22 +142,11 @@ class _BundleRequest(OrderedReply):
         self._generation = context.users.generation
         self._rights_error: ServerError | None = None
         """Why the client may not change the keys any more; None if it may."""
-        self._results: list[RunResult | None] = [None] * len(self.partitions)
-        self._lines = b""
-        """What became of the runs, as the kernel said, if all were applied together."""
-        self._undurable_results: dict[int, RunResult] = {}
-        """Of those of such runs that will not be as durable as was asked, by index."""
+        self._answer = BundleAnswer(self.partitions)
         self._unapplied_indexes: set[int] = set()
         """Of the runs that need their rows still."""
         chunk = request.bundle.chunk
         self._row_cost = 1 + chunk.nbytes / chunk.count / BYTES_PER_COST
-        self._unfinished_count = len(self.partitions)
-        self._row_results: list[tuple[int, MutateResult]] = []
-        """What became of the runs of which rows failed or have counters, each with its first
-        row."""
-        self._is_wrong_node = False
-        self._error: ServerError | None = None
-        """Why a run was refused: the one run, if the bundle has no other."""
 
     def apply(self) -> Iterator[None]:
         """Starts every run; yields where others should have their turn."""
@@ -219,11 +165,11 @@ class _BundleRequest(OrderedReply):
             if run_indexes:
                 yield from self._await_runs(lines, self._finish_plain)
             elif self._request.durability is _MEMORY:
-                self._lines, self._unfinished_count = lines, 0
+                self._answer.set_lines(lines, is_finished=True)
                 order.complete(self)
                 return
             else:
-                self._lines = lines
+                self._answer.set_lines(lines, is_finished=False)
                 yield from self._await_runs(lines, self._note_durable)
         else:
             self._keep_rows_of(run_indexes)
@@ -234,7 +180,7 @@ class _BundleRequest(OrderedReply):
                 cost = 0
             cost += RUN_COST + self._start(index)
         # Most are answered by now, and need no place in the order.
-        if self._unfinished_count and not is_owed:
+        if self._answer.unfinished_count and not is_owed:
             order.add(self, self._owed_bytes(kept_row_count))
 
     def _owed_bytes(self, kept_row_count: int) -> int:
@@ -291,7 +237,7 @@ class _BundleRequest(OrderedReply):
             run_indexes += range(low, high)
             return bytes(RESULT_BYTES * (high - low))
         skipped_runs = None
-        needs_replicas = self._request.durability not in _WITHOUT_REPLICAS
+        needs_replicas = self._request.durability not in WITHOUT_REPLICAS
         if needs_replicas or context.may_have_earlier:
             skipped_runs = bytes(
                 [
@@ -321,7 +267,7 @@ class _BundleRequest(OrderedReply):
         return (
             partition_id < len(bucket.partitions)
             and not context.has_earlier(bucket.partitions[partition_id])
-            and (not needs_replicas or 0 < copies <= _replica_count(context, partition_id))
+            and (not needs_replicas or 0 < copies <= replica_count(context, partition_id))
         )
 
     def _await_runs(self, lines: bytes, call: OnRunDurable) -> Iterator[None]:
@@ -349,7 +295,7 @@ class _BundleRequest(OrderedReply):
     def _target(self) -> DurabilityTarget:
         """How durable a run must be that is waited for from now on."""
         durability, copies = self._request.durability, self._request.copies
-        return _WITHOUT_REPLICAS.get(durability) or _replicated_target(
+        return WITHOUT_REPLICAS.get(durability) or replicated_target(
             self._context, durability, copies
         )
 
@@ -358,13 +304,12 @@ class _BundleRequest(OrderedReply):
     ) -> None:
         """One of the runs that are answered together is as durable as was asked, or will not be."""
         if not is_on_disk or self._context.bucket is None:
-            self._error = without_traceback(self._not_on_disk_error())
-            self._undurable_results[index] = RunResult(result.partition, self._error.status)
+            self._answer.finish_line_without_disk(index, self._not_on_disk_error())
         elif not is_replicated:
-            self._undurable_results[index] = result._replace(status=Status.NOT_DURABLE_YET)
-        self._unfinished_count -= 1
-        if not self._unfinished_count:
-            self._context.reply_order.complete(self)
+            self._answer.finish_line(index, result._replace(status=Status.NOT_DURABLE_YET))
+        else:
+            self._answer.finish_line(index)
+        self._complete_if_finished()
 
     def _start(self, index: int) -> int:
         """Starts a run; returns what that has cost, in plain rows."""
@@ -496,7 +441,7 @@ class _BundleRequest(OrderedReply):
             self.refuse(index, self._not_on_disk_error())
             return
         if result.failures or result.counters:
-            self._row_results.append((self._request.bundle.bounds[index], result))
+            self._answer.add_rows(self._request.bundle.bounds[index], result)
         has_succeeded = result.last_seq >= result.first_seq
         self._set_result(
             index,
@@ -531,56 +476,24 @@ class _BundleRequest(OrderedReply):
     def refuse(self, index: int, error: ServerError) -> None:
         """A run was refused as a whole."""
         self._note_applied(index)
-        self._is_wrong_node |= error.status is Status.NOT_MY_PARTITION
-        self._error = without_traceback(error)
-        self._set_result(index, RunResult(self.partitions[index], error.status))
+        self._answer.refuse(index, error)
+        self._complete_if_finished()
 
     def fail(self) -> None:
         """The server failed to apply a run."""
         self._context.fail(self._request)
 
     def _set_result(self, index: int, result: RunResult) -> None:
-        self._results[index] = result
-        self._unfinished_count -= 1
-        if not self._unfinished_count:
+        self._answer.finish(index, result)
+        self._complete_if_finished()
+
+    def _complete_if_finished(self) -> None:
+        if not self._answer.unfinished_count:
             self._context.reply_order.complete(self)
 
     def send(self) -> int:
         """Answers the bundle. Returns how many runs, failures and counters that took time for."""
-        context, row_count = self._context, 0
-        if self._lines and not self._undurable_results:
-            context.answer_bundle(self._request, self._lines)
-        elif self._error is not None and len(self._results) == 1:
-            context.refuse_for(self._request, self._error)  # in words
-        else:
-            row_count = self._send_results()
-        context.wake()
-        return row_count
-
-    def _send_results(self) -> int:
-        results = self._results
-        if self._lines:
-            results = [*decode_results(self._lines)]
-            for index, undurable_result in self._undurable_results.items():
-                results[index] = undurable_result
-        failures, counters = list[tuple[int, int]](), list[tuple[int, int]]()
-        # Runs may finish in another order than theirs.
-        for low, result in sorted(self._row_results, key=_FIRST_ROW):
-            failures += [(low + row, reason) for row, reason in result.failures]
-            counters += (
-                [(low + row, value) for row, value in result.counters] if low else result.counters
-            )
-        context = self._context
-        context.send(
-            MutateReply(
-                context.map_revision if self._is_wrong_node else 0,
-                tuple(cast("list[RunResult]", results)),
-                tuple(failures),
-                tuple(counters),
-                opaque=self._request.opaque,
-            )
-        )
-        return len(results) + len(failures) + len(counters)
+        return self._answer.send(self._context, self._request)
 
     def run_bytes(self, index: int) -> int:
         """About what a run takes of the bundle."""
