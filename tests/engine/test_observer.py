@@ -154,10 +154,10 @@ def test_what_a_replica_takes_in_and_undoes_is_told(
         chunk_of_plain_sets([b"not" + DESIGN, DESIGN_PREFIX[:1]], [b""] * 2),
         chunk_of_plain_sets([b"k"], [b""]),
     ]
-    partition.notify_update(chunks)
-    partition.notify_update(chunks[1:])
+    partition.updates.notify_chunks(chunks)
+    partition.updates.notify_chunks(chunks[1:])
     assert observer.news() == [[DESIGN], []]
-    partition.notify_update(())
+    partition.updates.notify_chunks(())
     assert observer.news() == []
     partition.truncate(SeqNo(0))
     assert observer.news() == [[DESIGN_PREFIX]], "any of them may have changed"
@@ -169,6 +169,6 @@ def test_a_deleted_bucket_tells_nothing_more(
     buckets.delete("b")
     observer.news()
     put(partition, DESIGN)
-    partition.notify_update([Chunk.build([request(Operation.SET, DESIGN)])])
-    partition.notify_undone()
+    partition.updates.notify_chunks([Chunk.build([request(Operation.SET, DESIGN)])])
+    partition.updates.notify_undone()
     assert observer.news() == []

@@ -904,7 +904,7 @@ async def test_the_keys_of_a_large_commit_are_searched_in_steps(autojump_clock: 
     count = 36
     async with replica() as follower:
         told: list[int] = []
-        follower.partition._on_update = lambda _designs, updates: told.append(updates)
+        follower.partition.updates._on_update = lambda _designs, updates: told.append(updates)
         follower.source.chunk_mutations = 1
         follower.store.commit_s = 0.5
         for index in range(count):
@@ -925,7 +925,7 @@ async def test_many_small_chunks_of_a_snapshot_are_searched_in_steps(
     count = 800
     async with replica() as follower:
         told: list[int] = []
-        follower.partition._on_update = lambda _designs, updates: told.append(updates)
+        follower.partition.updates._on_update = lambda _designs, updates: told.append(updates)
         source = follower.source
         source.chunk_mutations = 1
         source.paused = True

@@ -568,7 +568,7 @@ async def test_observers_hear_once_of_all_items_that_the_disk_reports_as_expired
         for partition in bucket.partitions:
             while partition.manager.free_oldest() or partition.eviction.evict(1000):
                 pass
-            partition._on_update = lambda designs, count: updates.append((designs, count))
+            partition.updates._on_update = lambda designs, count: updates.append((designs, count))
         await server.catalog.disks[bucket].expire_on_disk(2000.0)
         assert [partition.high_seq for partition in bucket.partitions] == [80, 82]
     assert sorted(updates) == [([], 1), ([b"_design/x"], 1)]

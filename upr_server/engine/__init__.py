@@ -30,7 +30,8 @@ from upr_server.engine.lookup import (
 from upr_server.engine.memory_account import MemoryAccount
 from upr_server.engine.memory_policy import QUOTA_BYTES_MIN, MemoryAction, MemoryPolicy
 from upr_server.engine.mutate_result import MutateResult, unpack_result
-from upr_server.engine.partition import Partition, PartitionImage
+from upr_server.engine.partition import Partition
+from upr_server.engine.partition_image import PartitionImage
 from upr_server.engine.plain_runs import LONG_RUN_ROWS, AppliedRuns, apply_set_runs
 from upr_server.engine.publisher_answers import WriterToken
 from upr_server.engine.snapshots import (

@@ -19,7 +19,8 @@ from upr_protocol.ids import HistoryId, PartitionId, PartitionState
 from upr_protocol.limits import BUCKET_NAME_BYTES_MAX, PARTITIONS_DEFAULT, PARTITIONS_MAX
 from upr_server.engine.memory_account import MemoryAccount
 from upr_server.engine.memory_policy import QUOTA_BYTES_MIN, MemoryAction, MemoryPolicy
-from upr_server.engine.partition import Partition, PartitionImage
+from upr_server.engine.partition import Partition
+from upr_server.engine.partition_image import PartitionImage
 from upr_server.engine.snapshots import RETURNED_BYTES
 
 QUOTA_BYTES_DEFAULT: Final = 1024 * 1024 * 1024
@@ -457,7 +458,7 @@ class Buckets:
             raise BucketError(f"there is no bucket {name!r}", Status.NO_BUCKET)
         bucket = self._buckets.pop(name)
         for partition in bucket.partitions:
-            partition.stop_notifying()
+            partition.updates.stop()
         if self._observer is not None:
             self._observer.bucket_deleted(bucket)
         return bucket

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Final
 
 import msgspec
@@ -12,7 +12,6 @@ from upr_protocol.chunk import Chunk, Mutation
 from upr_protocol.errors import Status
 from upr_protocol.failover import FailoverLog
 from upr_protocol.ids import (
-    DESIGN_PREFIX,
     Cas,
     HistoryId,
     Operation,
@@ -21,7 +20,7 @@ from upr_protocol.ids import (
     SeqNo,
 )
 from upr_protocol.limits import FRAME_BODY_BYTES_MAX
-from upr_server.engine.batch import CheckedChunk, MutationBatch, is_design_key
+from upr_server.engine.batch import CheckedChunk, MutationBatch
 from upr_server.engine.evaluation import BULK_ROWS_MIN, ContentVersion, Evaluation
 from upr_server.engine.eviction import KeyEviction
 from upr_server.engine.expiry import ExpiryIndex
@@ -37,7 +36,8 @@ from upr_server.engine.lookup import (
 )
 from upr_server.engine.memory_account import MemoryAccount
 from upr_server.engine.mutate_result import MutateResult
-from upr_server.engine.publisher_answers import UNBOUNDED, WriterToken
+from upr_server.engine.partition_image import PartitionImage
+from upr_server.engine.publisher_answers import UNBOUNDED
 from upr_server.engine.repeated_batches import RepeatedBatches
 from upr_server.engine.replica_progress import ReplicaProgress
 from upr_server.engine.snapshots import (
@@ -47,6 +47,7 @@ from upr_server.engine.snapshots import (
     EvaluatedArray,
     MutationManager,
 )
+from upr_server.engine.update_notifier import UpdateNotifier
 
 EXPIRE_MAX: Final = 256
 """Items that one call of `expire` deletes, or entries of superseded items that it passes; at 3 µs
@@ -65,32 +66,6 @@ NANOSECONDS: Final = 1_000_000_000
 """CAS values are nanoseconds since 1970, or higher."""
 
 _ACTIVE: Final = PartitionState.ACTIVE  # an enum's attributes are slow to look up
-
-
-class PartitionImage(msgspec.Struct, frozen=True):
-    """A partition as the disk has it.
-
-    Attributes:
-        state: What this node is for it.
-        failover_log: The branches that led here.
-        high_seq: The persisted snapshot end.
-        last_cas: No CAS up to here is given again.
-        indexed_seq: The disk's index knows the newest mutation up to here of every key.
-        purge_seq: Tombstones at or below it may be gone.
-        answers: What publishers were answered, by token, oldest first.
-        item_count: Keys that exist, as of `indexed_seq`.
-        damage: Which of its records is damaged; empty for none.
-    """
-
-    state: PartitionState
-    failover_log: FailoverLog
-    high_seq: SeqNo = SeqNo(0)
-    last_cas: Cas = Cas(0)
-    indexed_seq: SeqNo = SeqNo(0)
-    purge_seq: SeqNo = SeqNo(0)
-    answers: Mapping[WriterToken, MutateResult] = {}
-    item_count: int = 0
-    damage: str = ""
 
 
 class Partition:
@@ -121,6 +96,7 @@ class Partition:
         eviction: Which keys the table may forget, and what the disk's index knows.
         repeated_batches: Recognises batches that publishers send again.
         replicas: What its replicas have reported.
+        updates: Tells the observer what has changed.
         purge_seq: Tombstones at or below it may be gone.
         indexed_item_count: Keys that exist, as of `eviction.indexed_seq`.
         begins_no_stream: Whether its state or its failover log is about to change, and its streams
@@ -131,7 +107,6 @@ class Partition:
         "_expiries",
         "_holds_expiry",
         "_lookup",
-        "_on_update",
         "begins_no_stream",
         "damage",
         "eviction",
@@ -146,6 +121,7 @@ class Partition:
         "snapshots",
         "state",
         "table",
+        "updates",
     )
 
     def __init__(
@@ -163,7 +139,7 @@ class Partition:
         memory = MemoryAccount() if memory is None else memory
         if image is None:
             image = PartitionImage(state, FailoverLog().with_branch(new_history_id(), SeqNo(0)))
-        self._on_update = on_update
+        self.updates = UpdateNotifier(on_update)
         self.id = partition_id
         self.state = image.state
         self.damage = image.damage
@@ -293,9 +269,7 @@ class Partition:
         # Last: a reader or observer that runs now sees the batch whole, with its answer.
         if high > high_before:
             self.snapshots.wake()
-            if self._on_update is not None:
-                may_hold_designs = batch.columns.may_hold_designs
-                self._on_update(_design_keys(batch, result) if may_hold_designs else (), 1)
+            self.updates.notify_batch(batch, result)
         return result
 
     def _refusal(self, status: Status) -> MutateResult:
@@ -365,50 +339,6 @@ class Partition:
             self.snapshots.open.add(row, previous_seq, published_chunk)
         if row.expiry:
             self._expiries.add(row.expiry, row.seq, row.key)
-
-    # Notifying.
-
-    def notify_update(self, chunks: Sequence[Chunk]) -> None:
-        """Tells the observer that these chunks were taken in. A replica calls it itself, since its
-        chunks go to disk and not through here.
-
-        It looks once or twice at the bytes of all keys of a chunk, and at single keys only where a
-        design document's prefix occurs.
-
-        Args:
-            chunks: What was taken in.
-        """
-        if self._on_update is None or not chunks:
-            return
-        design_keys: list[bytes] = []
-        for chunk in chunks:
-            key_bytes = chunk.key_bytes.tobytes()
-            # The search for one byte is thirty times as fast, and mostly finds nothing.
-            if DESIGN_PREFIX[:1] in key_bytes and DESIGN_PREFIX in key_bytes:
-                design_keys += filter(is_design_key, chunk.keys())
-        self._on_update(design_keys, 1)
-
-    def notify_batches(self, design_keys: Sequence[bytes], batch_count: int) -> None:
-        """Tells the observer that so many batches, of this partition and others of its bucket, were
-        taken in, and which design documents they have changed."""
-        if self._on_update is not None:
-            self._on_update(design_keys, batch_count)
-
-    def notify_undone(self) -> None:
-        """Tells the observer that changes were undone, or may have been. Which design documents
-        were among them is not known."""
-        if self._on_update is not None:
-            # The bare prefix stands for any.
-            self._on_update((DESIGN_PREFIX,), 1)
-
-    def notify_expired(self, keys: Sequence[bytes]) -> None:
-        """Tells the observer, once, that these items of the bucket have expired."""
-        if keys and self._on_update is not None:
-            self._on_update(list(filter(is_design_key, keys)), 1)
-
-    def stop_notifying(self) -> None:
-        """Its bucket was deleted: the observer hears nothing more of it."""
-        self._on_update = None
 
     # Expiring.
 
@@ -480,14 +410,14 @@ class Partition:
                 self._store_expiry(key, now)
         else:
             self._store_expiries(keys, now)
-        self.notify_expired(keys)
+        self.updates.notify_expired(keys)
         return len(keys)
 
     def expire_stored(self, key: bytes, seq: SeqNo, now: float) -> bool:
         """Deletes an item that the disk reports as expired, unless the key has changed since.
 
         The eviction must have been pinned since before the disk was asked. Neither the observer
-        nor the readers, of which the disk's own is one, are told: `notify_expired` and
+        nor the readers, of which the disk's own is one, are told: `updates.notify_expired` and
         `snapshots.wake` do so for many items at once.
 
         Args:
@@ -569,7 +499,7 @@ class Partition:
         publishers above it), of which there may be many: `repeated_batches.answers` forgets them
         before, in steps."""
         self.restart_at(seq)
-        self.notify_undone()
+        self.updates.notify_undone()
         if not seq:
             self.eviction.indexed_seq = self.purge_seq = SeqNo(0)
             self.indexed_item_count = 0
@@ -668,13 +598,3 @@ class Partition:
             assert (row.op != Operation.SET) == is_tombstone, row
             assert row.seq == seq, row
             assert row.cas <= self.rows.last_cas, row
-
-
-def _design_keys(batch: MutationBatch, result: MutateResult) -> Sequence[bytes]:
-    """The keys of the design documents that a batch has changed. O(rows)."""
-    failed_indexes = {index for index, _ in result.failures}
-    return [
-        key
-        for index, key in enumerate(batch.keys)
-        if is_design_key(key) and index not in failed_indexes
-    ]

@@ -102,7 +102,7 @@ def apply_set_runs(
     applied_count = len(directory) // RUN_BYTES - len(remaining_indexes)
     if applied_count:
         # All partitions of a bucket have one observer.
-        partitions[0].notify_batches(design_keys, applied_count)
+        partitions[0].updates.notify_batches(design_keys, applied_count)
     return AppliedRuns(lines, remaining_indexes)
 
 

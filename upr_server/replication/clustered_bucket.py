@@ -270,7 +270,7 @@ class ClusteredBucket:
             self.disk.maintenance.wake()
             if has_new_history:
                 # The node before may have told of changes that are lost, and may never come back.
-                partition.notify_undone()
+                partition.updates.notify_undone()
         if state is not PartitionState.REPLICA:
             self.replicators.discard_received(partition.id)
 

@@ -493,7 +493,7 @@ class Replicator:
                     if step_cost >= STEP_PARTITIONS:
                         step_cost = 0.0
                         await trio.lowlevel.checkpoint()
-                    partition.notify_update((chunk,))
+                    partition.updates.notify_chunks((chunk,))
                 if step_cost >= STEP_PARTITIONS:
                     step_cost = 0.0
                     await trio.lowlevel.checkpoint()

@@ -13,7 +13,7 @@ from tests.simulation.profiles import EVENTS, LOST_EVENT_QUEUES
 from upr_protocol.bucket_event import EventFilter
 from upr_protocol.client import EventFeed, LookAtEverything
 from upr_protocol.wire import EventsReply
-from upr_server.engine import Partition
+from upr_server.engine.update_notifier import UpdateNotifier
 from upr_server.events.feeds import EventFeeds
 from upr_server.events.queues import EventQueue
 
@@ -61,7 +61,7 @@ def conceal_lost_queue() -> Iterator[None]:
 @planted(EVENTS)
 def conceal_lost_changes() -> Iterator[None]:
     """Nobody is told that changes were undone. The simulation found this fault of failovers."""
-    with replaced(Partition, "notify_undone", lambda _self: None):
+    with replaced(UpdateNotifier, "notify_undone", lambda _self: None):
         yield
 
 

@@ -294,7 +294,7 @@ class BucketDisk:
                     deleted_keys.append(item.key)
                     changed_partitions[partition] = None
             # Once: there may be a hundred consumers of events. All partitions have one observer.
-            partitions[0].notify_expired(deleted_keys)
+            partitions[0].updates.notify_expired(deleted_keys)
             await _wake_readers(changed_partitions)
         finally:
             # After a cancellation, too: who is not woken may never look, and the disk is one.
