@@ -95,9 +95,9 @@ class Assignment(
             that was active before. It is also in the replicas, because it returns as a replica. But
             it does not count as a replica that acknowledged.
         promotion_point: The point up to which `active` had everything when a failover or takeover
-            last made it active, or when a replica that had lost its copy was added again; left out
-            before the first. A replica with less is copying the partition again, and may lack
-            changes that it acknowledged earlier.
+            last made it active, or when a replica was added to others; left out before the first.
+            A replica with less is copying the partition again, and may lack changes that it
+            acknowledged earlier.
         failover_revision: The revision of the map in which a failover last chose `active` after
             comparing all copies; 0 if none did. If a node has crashed and restarted since then, a
             map that only restores earlier assignments must not make it active.

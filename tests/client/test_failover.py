@@ -23,6 +23,7 @@ from upr_protocol.client.operator import (
     PartlyDoneError,
     add_replicas,
     fail_over,
+    remove_replicas,
 )
 from upr_protocol.ids import Durability, PartitionId, PartitionState
 from upr_server.replication.bucket_replicators import BucketReplicators
@@ -210,7 +211,32 @@ async def test_a_replica_that_copies_the_bucket_again_is_not_chosen_before_it_ha
         await group.stop("a")
         await group.stop("c")
         operator = group.operator("b", ask_timeout_s=0.5)
-        with pytest.raises(NotDoneError, match="partition 0: b is being refilled"):
+        with pytest.raises(NotDoneError, match="partition 0: b lacks changes that the active"):
+            await fail_over(operator, all_of="a", acknowledged=2)
+        await group.start("c")
+        await fail_over(group.operator("b"), all_of="a", acknowledged=2)
+        assert group.states("c") == ACTIVE
+        assert await group.get("c", "key 7") == "v"
+
+
+async def test_a_replica_that_was_removed_and_added_is_not_chosen_before_it_has_all(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As the operations guide has a node copy a bucket again. By the map it is then a replica like
+    the other one, which alone has what was acknowledged."""
+    async with running_servers("abc") as group:
+        await filled(group)
+        await group.stop("b")
+        await group.start("b", is_empty=True)
+        await remove_replicas(group.operator(), "b")
+        start_missing = BucketReplicators.start_missing
+        monkeypatch.setattr(BucketReplicators, "start_missing", lambda *_arguments: None)
+        await add_replicas(group.operator(), "b", f"127.0.0.1:{group.proxies['b'].port}")
+        monkeypatch.setattr(BucketReplicators, "start_missing", start_missing)
+        await group.stop("a")
+        await group.stop("c")
+        operator = group.operator("b", ask_timeout_s=0.5)
+        with pytest.raises(NotDoneError, match="partition 0: b lacks changes that the active"):
             await fail_over(operator, all_of="a", acknowledged=2)
         await group.start("c")
         await fail_over(group.operator("b"), all_of="a", acknowledged=2)

@@ -295,8 +295,9 @@ class _Failover:
         if copies:
             names = ", ".join(sorted(copy.node for copy in copies))
             return (
-                f"{names} is being refilled, and may lack what was acknowledged: bring back "
-                "another node"
+                f"{names} lacks changes that the active node had when it became active, or when a "
+                "replica was added last, and may lack what was acknowledged: bring back another "
+                "node"
             )
         names = ", ".join(sorted(copy.node for copy in self._copies[partition]))
         return f"the histories of {names or 'no node'} have diverged"

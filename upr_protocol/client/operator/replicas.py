@@ -204,14 +204,16 @@ def _with_replica(
         replicas = {**assignment.replicas, node: "" if source == assignment.active else source}
         promotion_point = assignment.promotion_point
         active = survey.nodes.get(assignment.active)
+        is_refilled = node not in assignment.replicas or not survey.nodes[node].has_copy
         if (
-            node in assignment.replicas
-            and not survey.nodes[node].has_copy
+            is_refilled
+            and not survey.is_single_node
             and active is not None
             and active.has_copy
             and active.state_of(partition) is PartitionState.ACTIVE
         ):
-            # It has lost what it acknowledged, and counts as a replica at once.
+            # It counts as a replica at once, and may lack what it acknowledged: it has lost it, or
+            # was a replica before, and was removed.
             promotion_point = active.copy_of(partition).point
         assignments[partition] = msgspec.structs.replace(
             assignment,
