@@ -867,6 +867,41 @@ async def test_a_node_that_lost_its_disk_and_the_bucket_is_not_made_active_by_a_
         assert [partition.high_seq for partition in group.nodes["b"].held] == highs
 
 
+async def test_a_failover_that_is_undone_does_not_undo_a_takeover_elsewhere() -> None:
+    """It reached `c` alone, and its maps outrank those of the takeover from `a` by `b`. When `a`
+    hears of them, it lacks what `b` has accepted since, and must not be active again by itself."""
+    async with cluster() as group:
+        await write(group, "a", 100)
+        await group.quiet()
+        before = group.map
+        await group.nodes["c"].stop()
+        await group.share([Assignment("b", {"a": "", "c": ""})] * P)
+        await eventually(lambda: states(group, "b") == [PartitionState.ACTIVE] * P, "b is active")
+        await group.nodes["a"].stop()
+        await write(group, "b", 100, "later")
+        highs = [partition.high_seq for partition in group.nodes["b"].held]
+        await group.start("c")
+        await group.give(before.with_assignments({}, before.revision + 100), "c")
+        await group.start("a")
+        await eventually(
+            lambda: all(
+                node.server is not None
+                and node.server.partition_maps.settled_revision(BUCKET) == group.map.revision
+                for node in group.nodes.values()
+            ),
+            "all hear of it",
+        )
+        assert states(group, "a") == [PartitionState.PENDING] * P
+        # A stop in between does not make it sure.
+        await group.nodes["a"].stop()
+        await group.start("a")
+        await eventually(lambda: not unconfirmed(group, "a"), "a peer confirms the map")
+        assert states(group, "a") == [PartitionState.PENDING] * P
+        await group.fail_over("a", Random(1))
+        await same(group)
+        assert [partition.high_seq for partition in group.nodes["a"].held] == highs
+
+
 @pytest.mark.parametrize("is_up", [False, True])
 async def test_no_newer_map_makes_a_node_active_that_was_killed(is_up: bool) -> None:
     """It may have lost what a replica has; only a map that names another makes it sure."""

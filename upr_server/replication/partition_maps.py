@@ -333,6 +333,10 @@ class PartitionMaps:
             roles.check_hand_over(
                 clustered_bucket.map, new_map, self.node, clustered_bucket.suspects
             )
+        else:
+            clustered_bucket.suspects |= roles.taken_back_in(
+                clustered_bucket.map, new_map, self.node
+            )
         async with clustered_bucket.lock:
             await clustered_bucket.apply_map(new_map)
         if self._server.disk_of(new_map.bucket) is clustered_bucket.disk:

@@ -1,10 +1,11 @@
 """What a partition map makes of this node, partition by partition. Pure: decides, changes nothing.
 
 A copy is *suspect* while this node may lack mutations that it gave to others, though the map has it
-active: the node was killed, or its disk was lost. `suspects` holds such partitions, each with the
-revision of the map that the node had when the doubt began. A suspect copy does not become active
-before another copy was, or a failover has compared all copies and chosen this one: a newer map that
-only restores the earlier assignment knows nothing of what was lost.
+active: the node was killed, or its disk was lost, or another node was active meanwhile. `suspects`
+holds such partitions, each with the revision of the map that the node had when the doubt began. A
+suspect copy does not become active before another copy was, or a failover has compared all copies
+and chosen this one: a newer map that only restores the earlier assignment knows nothing of what was
+lost.
 """
 
 from __future__ import annotations
@@ -105,6 +106,23 @@ def suspects_in(new_map: PartitionMap, node: str) -> dict[PartitionId, int]:
         PartitionId(partition): new_map.revision
         for partition, assignment in enumerate(new_map.partitions)
         if was_last_active(assignment, node)
+    }
+
+
+def taken_back_in(before: PartitionMap, after: PartitionMap, node: str) -> dict[PartitionId, int]:
+    """The partitions that are suspect because `after`, of which another node has told, makes `node`
+    active again although another node is so by `before`.
+
+    Only an undone failover leaves such a map, if it did not reach the nodes of a takeover. Commands
+    themselves give a node the map by which it becomes active; or a failover has chosen the node.
+    """
+    assignments = zip(before.partitions, after.partitions, strict=True)
+    return {
+        PartitionId(partition): after.revision
+        for partition, (old, new) in enumerate(assignments)
+        if new.active == node
+        and old.active not in ("", node)
+        and new.failover_revision <= old.failover_revision
     }
 
 
