@@ -212,6 +212,17 @@ def assignments(draw: st.DrawFn) -> Assignment:
     return draw(st.sampled_from([active, handover_assignment(active), fenced_assignment(active)]))
 
 
+@pytest.mark.parametrize("size", range(1, 9))
+def test_of_two_failovers_that_reach_different_nodes_one_can_acknowledge(size: int) -> None:
+    """Each has fenced enough replicas. A node follows one of the two new actives only, and each of
+    these needs as many others as publishers wait for."""
+    assignment = Assignment("a", {f"r{number}": "" for number in range(size)})
+    for acknowledged in range(1, size + 1):
+        both_can_fence = 2 * fences_needed(assignment, acknowledged) <= size
+        both_can_acknowledge = 2 * (1 + acknowledged) <= len(assignment.holders())
+        assert not (both_can_fence and both_can_acknowledge)
+
+
 NODES = dict.fromkeys("abcde", "h:1")
 
 

@@ -228,13 +228,19 @@ class _Failover:
     async def check_fenced(self, *, lose_acknowledged: bool) -> None:
         """Restores the old assignments and refuses, if too few replicas were fenced; where
         acknowledged changes may be lost, only if there is no copy at all."""
+        lacking_partitions, missing_replicas = self._missing_replicas(self.fenced_nodes)
         if lose_acknowledged:
             try:
                 self.check_copies(self.fenced_nodes)
             except NotDoneError as error:
                 await self._restore(str(error))
+            if lacking_partitions:
+                self._report(
+                    f"{', '.join(missing_replicas)} may take writes, too, for "
+                    f"{partitions_text(lacking_partitions)}, if another failover reaches them: run "
+                    "no other one before they answer, or one of the two loses what it accepts"
+                )
             return
-        lacking_partitions, missing_replicas = self._missing_replicas(self.fenced_nodes)
         if lacking_partitions:
             await self._restore(self._too_few(lacking_partitions, missing_replicas))
 
