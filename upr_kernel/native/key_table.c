@@ -2,36 +2,32 @@
 
    Two structures.
 
-   The *arena* holds each key once, as a byte of length and the key, in segments. Keys are added at
-   its end and forgotten at its front only (`evict`, which adds what it keeps at the end again). So no
-   hole ever arises within it, a segment that the front has passed is freed whole, and the order of
-   the keys is the order of a dict: the pure twin does the same things in the same order.
+   The *arena* (key_arena.h) holds each key once, as a byte of length and the key, in segments. Keys
+   are added at its end and forgotten at its front only (`evict`, which adds what it keeps at the end
+   again). So no hole ever arises within it, a segment that the front has passed is freed whole, and
+   the order of the keys is the order of a dict: the pure twin does the same things in the same
+   order.
 
-   The *slots* find a key: 16 bytes each, open addressing with linear probing, ordered by hash. A
-   slot's home is `hash * homes >> 28`, so the order of the slots is the order of the hashes whatever
-   the number of homes is. That gives three things at once. A search ends at the first higher hash,
-   not only at a gap. Growing is one sweep over both arrays, and may stop anywhere: hashes below
-   `moved_below` are in the new array, the others in the old one. And the number of homes need not
-   be a power of two: a table that grows by a quarter is never less than five eighths full.
+   The *slots* (key_slots.h) find a key: 16 bytes each, open addressing with linear probing, ordered
+   by hash. A slot's home is `hash * homes >> 28`, so the order of the slots is the order of the
+   hashes whatever the number of homes is. That gives three things at once. A search ends at the
+   first higher hash, not only at a gap. Growing is one sweep over both arrays, and may stop anywhere:
+   hashes below `moved_below` are in the new array, the others in the old one. And the number of homes
+   need not be a power of two: a table that grows by a quarter is never less than five eighths full.
 
    Slots lie in blocks, which are allocated as the sweep comes to them and freed behind it. So a
    table that grows takes little more than before or after, and no call allocates or frees much. */
 
-#include "kernel.h"
+#include "key_arena.h"
+#include "key_slots.h"
 #include "siphash.h"
 
 #include <stdlib.h>
 #include <structmember.h>
 
-/* Slots. */
+_Static_assert(OFFSET_BITS + SEGMENT_BITS == PLACE_BITS, "a slot has the bits of a place");
 
 enum {
-    HASH_BITS = 28,
-    PLACE_BITS = 36,
-    OFFSET_BITS = 16,
-    SEGMENT_BITS = PLACE_BITS - OFFSET_BITS,
-    BLOCK_BITS = 12,
-    BLOCK_SLOTS = 1 << BLOCK_BITS,
     HOMES_MIN = 8,
     /* Up to here a table grows at once, and doubles: 20 microseconds at most. */
     HOMES_AT_ONCE = BLOCK_SLOTS,
@@ -40,46 +36,17 @@ enum {
        three tenths, to half as much again, is full once six hundredths of `homes` keys have come: 17
        would do, and the slots that stand behind the last home. */
     STEPS_PER_KEY = 20,
-    SEGMENT_BYTES_MAX = 1 << OFFSET_BITS,
-    SEGMENT_BYTES_MIN = 512,
     KEY_BYTES_MAX = 255,
     /* Rows that are looked up together: their slots and keys fit in the first-level cache. */
     GROUP = 32,
 };
 
 typedef struct {
-    /* The hash in the upper 28 bits; below, the place of the key in the arena: a segment's number,
-       which wraps around, and an offset. */
-    uint64_t tag;
-    /* The number, shifted by one, and whether it is a tombstone; 0 for an empty slot. */
-    uint64_t entry;
-} Slot;
-
-typedef struct {
-    Slot **blocks;
-    size_t blocks_size;
-    size_t homes;
-    size_t begin; /* slots below were moved to the new array; their blocks may be freed */
-    size_t end;   /* slots from here on do not exist yet, and count as empty */
-} Slots;
-
-typedef struct {
-    uint8_t *bytes;
-    uint32_t used;
-    uint32_t size;
-} Segment;
-
-typedef struct {
     PyObject_HEAD
     Slots slots;
     Slots grown; /* what the slots move to; without blocks when they do not move */
     uint32_t moved_below;
-    Segment *segments; /* a ring of `ring_size`, a power of two; in use are [first, last] */
-    uint32_t ring_size;
-    uint32_t first_segment;
-    uint32_t segment_count;
-    uint32_t front; /* where the first key stands in the first segment */
-    uint64_t live_bytes;
+    Arena arena;
     uint64_t keys;
     uint64_t items;
     uint64_t nbytes;
@@ -91,37 +58,6 @@ static inline uint32_t
 hash_of(const uint8_t *key, size_t length)
 {
     return (uint32_t)(siphash13(key, length, hash_secret) >> (64 - HASH_BITS));
-}
-
-static inline uint32_t
-slot_hash(const Slot *slot)
-{
-    return (uint32_t)(slot->tag >> PLACE_BITS);
-}
-
-static inline uint64_t
-slot_place(const Slot *slot)
-{
-    return slot->tag & (((uint64_t)1 << PLACE_BITS) - 1);
-}
-
-static inline Slot *
-slot_at(const Slots *slots, size_t index)
-{
-    return slots->blocks[index >> BLOCK_BITS] + (index & (BLOCK_SLOTS - 1));
-}
-
-static inline bool
-is_free(const Slots *slots, size_t index)
-{
-    return index >= slots->end || !slot_at(slots, index)->entry;
-}
-
-static inline size_t
-home_of(const Slots *slots, uint32_t hash)
-{
-    size_t home = (size_t)(((uint64_t)hash * slots->homes) >> HASH_BITS);
-    return home > slots->begin ? home : slots->begin;
 }
 
 static inline bool
@@ -136,220 +72,12 @@ slots_for(KeyTable *table, uint32_t hash)
     return is_moving(table) && hash < table->moved_below ? &table->grown : &table->slots;
 }
 
-static inline uint64_t
-limit_of(const Slots *slots)
-{
-    return slots->homes - slots->homes / 5;
-}
-
-static bool
-slots_begin(KeyTable *table, Slots *slots, size_t homes)
-{
-    size_t size = (homes >> BLOCK_BITS) + 2;
-    slots->blocks = calloc(size, sizeof *slots->blocks);
-    if (slots->blocks == NULL)
-        return false;
-    slots->blocks_size = size;
-    slots->homes = homes;
-    slots->begin = slots->end = 0;
-    table->nbytes += size * sizeof *slots->blocks;
-    return true;
-}
-
-/* Makes the slot at `index` exist. Only the first block may be smaller than the others. */
-static bool
-slots_reach(KeyTable *table, Slots *slots, size_t index)
-{
-    while (index >= slots->end) {
-        size_t end = slots->end, block = end >> BLOCK_BITS, more;
-        if (end < BLOCK_SLOTS) {
-            more = end ? end / 4 + 8 : slots->homes + slots->homes / 8 + 8;
-            if (end + more > BLOCK_SLOTS)
-                more = BLOCK_SLOTS - end;
-            Slot *grown = realloc(slots->blocks[0], (end + more) * sizeof(Slot));
-            if (grown == NULL)
-                return false;
-            memset(grown + end, 0, more * sizeof(Slot));
-            slots->blocks[0] = grown;
-        }
-        else {
-            if (block == slots->blocks_size) {
-                size_t size = block + block / 4 + 2;
-                Slot **blocks = realloc(slots->blocks, size * sizeof *blocks);
-                if (blocks == NULL)
-                    return false;
-                table->nbytes += (size - block) * sizeof *blocks;
-                memset(blocks + block, 0, (size - block) * sizeof *blocks);
-                slots->blocks = blocks;
-                slots->blocks_size = size;
-            }
-            more = BLOCK_SLOTS;
-            slots->blocks[block] = calloc(BLOCK_SLOTS, sizeof(Slot));
-            if (slots->blocks[block] == NULL)
-                return false;
-        }
-        slots->end = end + more;
-        table->nbytes += more * sizeof(Slot);
-    }
-    return true;
-}
-
-/* Frees the block that ends at or before `begin`, if `begin` has just come out of it. */
-static void
-slots_release(KeyTable *table, Slots *slots, size_t block)
-{
-    size_t first = block << BLOCK_BITS;
-    size_t count = slots->end - first < BLOCK_SLOTS ? slots->end - first : BLOCK_SLOTS;
-    free(slots->blocks[block]);
-    slots->blocks[block] = NULL;
-    table->nbytes -= count * sizeof(Slot);
-}
-
-static void
-slots_clear(KeyTable *table, Slots *slots)
-{
-    if (slots->blocks == NULL)
-        return;
-    for (size_t block = 0; block << BLOCK_BITS < slots->end; block++)
-        if (slots->blocks[block] != NULL)
-            slots_release(table, slots, block);
-    table->nbytes -= slots->blocks_size * sizeof *slots->blocks;
-    free(slots->blocks);
-    memset(slots, 0, sizeof *slots);
-}
-
-/* The arena. */
-
-static inline Segment *
-segment_at(const KeyTable *table, uint32_t number)
-{
-    return table->segments + (number & (table->ring_size - 1));
-}
-
-static inline const uint8_t *
-record_at(const KeyTable *table, uint64_t place)
-{
-    return segment_at(table, (uint32_t)(place >> OFFSET_BITS))->bytes +
-           (place & (SEGMENT_BYTES_MAX - 1));
-}
-
-static bool
-arena_widen_ring(KeyTable *table)
-{
-    uint32_t size = table->ring_size ? 2 * table->ring_size : 2;
-    if (size > 1u << SEGMENT_BITS)
-        return false;
-    Segment *segments = calloc(size, sizeof *segments);
-    if (segments == NULL)
-        return false;
-    for (uint32_t index = 0; index < table->segment_count; index++) {
-        uint32_t number = table->first_segment + index;
-        segments[number & (size - 1)] = *segment_at(table, number);
-    }
-    free(table->segments);
-    table->segments = segments;
-    table->nbytes += (size - table->ring_size) * sizeof *segments;
-    table->ring_size = size;
-    return true;
-}
-
-/* The last segment with room for so many bytes; NULL when there is no memory for one. */
-static Segment *
-arena_room(KeyTable *table, size_t bytes)
-{
-    if (table->segment_count) {
-        Segment *last = segment_at(table, table->first_segment + table->segment_count - 1);
-        if (last->size - last->used >= bytes)
-            return last;
-    }
-    /* A quarter of what there is: so what stands empty, or was passed by the front, stays little
-       beside the keys, in small tables too. */
-    uint64_t size = table->live_bytes / 4;
-    size = size < SEGMENT_BYTES_MIN ? SEGMENT_BYTES_MIN : size;
-    size = size > SEGMENT_BYTES_MAX ? SEGMENT_BYTES_MAX : size;
-    if (table->segment_count == table->ring_size && !arena_widen_ring(table))
-        return NULL;
-    uint8_t *fresh = malloc(size);
-    if (fresh == NULL)
-        return NULL;
-    Segment *segment = segment_at(table, table->first_segment + table->segment_count);
-    *segment = (Segment){fresh, 0, (uint32_t)size};
-    table->segment_count++;
-    table->nbytes += size;
-    return segment;
-}
-
-/* Adds a key at the end; `place` is where. */
-static bool
-arena_add(KeyTable *table, const uint8_t *key, size_t length, uint64_t *place)
-{
-    Segment *segment = arena_room(table, length + 1);
-    if (segment == NULL)
-        return false;
-    uint32_t number = table->first_segment + table->segment_count - 1;
-    *place = (uint64_t)(number & ((1u << SEGMENT_BITS) - 1)) << OFFSET_BITS | segment->used;
-    uint8_t *record = segment->bytes + segment->used;
-    record[0] = (uint8_t)length;
-    memcpy(record + 1, key, length);
-    segment->used += (uint32_t)length + 1;
-    table->live_bytes += length + 1;
-    return true;
-}
-
-/* Takes out the key at the end, which stands at `place`. */
-static void
-arena_take_back(KeyTable *table, uint64_t place)
-{
-    uint32_t nbytes = record_at(table, place)[0] + 1u;
-    segment_at(table, (uint32_t)(place >> OFFSET_BITS))->used -= nbytes;
-    table->live_bytes -= nbytes;
-    while (table->segment_count) {
-        Segment *last = segment_at(table, table->first_segment + table->segment_count - 1);
-        if (last->used)
-            break;
-        table->nbytes -= last->size;
-        free(last->bytes);
-        *last = (Segment){0};
-        table->segment_count--;
-    }
-}
-
-/* Frees segments that the front has passed. */
-static void
-arena_trim(KeyTable *table)
-{
-    while (table->segment_count && table->front == segment_at(table, table->first_segment)->used) {
-        Segment *segment = segment_at(table, table->first_segment);
-        table->nbytes -= segment->size;
-        free(segment->bytes);
-        *segment = (Segment){0};
-        table->first_segment = (table->first_segment + 1) & ((1u << SEGMENT_BITS) - 1);
-        table->segment_count--;
-        table->front = 0;
-    }
-}
-
-static void
-arena_clear(KeyTable *table)
-{
-    for (uint32_t index = 0; index < table->segment_count; index++) {
-        Segment *segment = segment_at(table, table->first_segment + index);
-        table->nbytes -= segment->size;
-        free(segment->bytes);
-    }
-    table->nbytes -= table->ring_size * sizeof *table->segments;
-    free(table->segments);
-    table->segments = NULL;
-    table->ring_size = table->first_segment = table->segment_count = table->front = 0;
-    table->live_bytes = 0;
-}
-
 /* Searching. */
 
 static inline bool
 holds_key(const KeyTable *table, const Slot *slot, const uint8_t *key, size_t length)
 {
-    const uint8_t *record = record_at(table, slot_place(slot));
+    const uint8_t *record = record_at(&table->arena, slot_place(slot));
     return record[0] == length && memcmp(record + 1, key, length) == 0;
 }
 
@@ -391,34 +119,6 @@ find_place(KeyTable *table, uint32_t hash, uint64_t place, Slots **slots, size_t
     }
 }
 
-/* Puts a slot at `index`, and what stands there and behind it one further. */
-static bool
-insert(KeyTable *table, Slots *slots, size_t index, Slot fresh)
-{
-    size_t gap = index;
-    while (!is_free(slots, gap))
-        gap++;
-    if (!slots_reach(table, slots, gap))
-        return false;
-    for (; gap > index; gap--)
-        *slot_at(slots, gap) = *slot_at(slots, gap - 1);
-    *slot_at(slots, index) = fresh;
-    return true;
-}
-
-/* Empties the slot at `index`, and moves those behind it nearer to their homes. */
-static void
-take_out(Slots *slots, size_t index)
-{
-    for (; !is_free(slots, index + 1); index++) {
-        Slot *next = slot_at(slots, index + 1);
-        if (home_of(slots, slot_hash(next)) == index + 1)
-            break;
-        *slot_at(slots, index) = *next;
-    }
-    *slot_at(slots, index) = (Slot){0};
-}
-
 /* Growing, and shrinking, which is the same. */
 
 static bool
@@ -437,7 +137,7 @@ move_some(KeyTable *table, uint64_t budget)
             size_t to = home_of(grown, hash);
             while (!is_free(grown, to))
                 to++;
-            if (!slots_reach(table, grown, to + length - 1))
+            if (!slots_reach(grown, to + length - 1, &table->nbytes))
                 return false;
             for (size_t index = 0; index < length; index++)
                 *slot_at(grown, to + index) = *slot_at(slots, begin + index);
@@ -446,10 +146,10 @@ move_some(KeyTable *table, uint64_t budget)
         slots->begin = begin + length;
         passed += length;
         for (size_t block = begin >> BLOCK_BITS; block < slots->begin >> BLOCK_BITS; block++)
-            slots_release(table, slots, block);
+            slots_release(slots, block, &table->nbytes);
     }
     if (slots->begin >= slots->end) {
-        slots_clear(table, slots);
+        slots_clear(slots, &table->nbytes);
         *slots = *grown;
         memset(grown, 0, sizeof *grown);
     }
@@ -467,7 +167,7 @@ resize(KeyTable *table, size_t homes)
 {
     if (is_moving(table) && !move_some(table, UINT64_MAX))
         return false;
-    if (!slots_begin(table, &table->grown, homes))
+    if (!slots_begin(&table->grown, homes, &table->nbytes))
         return false;
     table->moved_below = 0;
     bool at_once = table->slots.homes <= HOMES_AT_ONCE && homes <= HOMES_AT_ONCE;
@@ -483,7 +183,7 @@ grow(KeyTable *table)
     if (table->keys < limit_of(slots))
         return true;
     if (!homes)
-        return slots_begin(table, &table->slots, HOMES_MIN);
+        return slots_begin(&table->slots, HOMES_MIN, &table->nbytes);
     return resize(table, homes < HOMES_AT_ONCE ? 2 * homes : homes + homes / 4);
 }
 
@@ -522,14 +222,13 @@ enter(KeyTable *table, uint32_t hash, const uint8_t *key, size_t length, uint64_
         return true;
     }
     uint64_t place;
-    if (!grow(table) || !arena_add(table, key, length, &place))
+    if (!grow(table) || !arena_add(&table->arena, key, length, &place, &table->nbytes))
         return false;
     slots = slots_for(table, hash); /* growing may have moved it */
     find(table, slots, hash, key, length, &where);
-    if (!insert(table, slots, where, (Slot){(uint64_t)hash << PLACE_BITS | place, entry})) {
-        segment_at(table, table->first_segment + table->segment_count - 1)->used -=
-            (uint32_t)length + 1;
-        table->live_bytes -= length + 1;
+    if (!slots_insert(slots, where, (Slot){(uint64_t)hash << PLACE_BITS | place, entry},
+                      &table->nbytes)) {
+        arena_undo_add(&table->arena, length);
         return false;
     }
     table->keys++;
@@ -556,7 +255,7 @@ prefetch_key(KeyTable *table, uint32_t hash)
         const Slot *slot = slot_at(slots, index);
         if (slot_hash(slot) >= hash) {
             if (slot_hash(slot) == hash)
-                __builtin_prefetch(record_at(table, slot_place(slot)));
+                __builtin_prefetch(record_at(&table->arena, slot_place(slot)));
             return;
         }
     }
@@ -693,10 +392,10 @@ take_back_key(KeyTable *table, const Slot *slot)
     Slots *slots;
     size_t index;
     find_place(table, slot_hash(slot), place, &slots, &index);
-    take_out(slots, index);
+    slots_take_out(slots, index);
     table->keys--;
     table->items--;
-    arena_take_back(table, place);
+    arena_take_back(&table->arena, place, &table->nbytes);
 }
 
 static void
@@ -856,7 +555,7 @@ done:
 static inline uint64_t
 front_place(const KeyTable *table)
 {
-    return (uint64_t)table->first_segment << OFFSET_BITS | table->front;
+    return (uint64_t)table->arena.first_segment << OFFSET_BITS | table->arena.front;
 }
 
 /* Takes the first key out of the arena; it is forgotten, or added at the end again. */
@@ -865,26 +564,24 @@ pass_front(KeyTable *table, uint64_t through, bool tombstones_only, Py_ssize_t *
 {
     uint8_t key[KEY_BYTES_MAX];
     uint64_t place = front_place(table);
-    const uint8_t *record = record_at(table, place);
+    const uint8_t *record = record_at(&table->arena, place);
     size_t index, length = record[0];
     Slots *slots;
     memcpy(key, record + 1, length);
     uint32_t hash = hash_of(key, length);
     Slot *slot = find_place(table, hash, place, &slots, &index);
     if (slot->entry >> 1 > through || (tombstones_only && !is_tombstone(slot->entry))) {
-        if (!arena_add(table, key, length, &place))
+        if (!arena_add(&table->arena, key, length, &place, &table->nbytes))
             return false;
         slot->tag = (uint64_t)hash << PLACE_BITS | place;
     }
     else {
         table->items -= !is_tombstone(slot->entry);
         table->keys--;
-        take_out(slots, index);
+        slots_take_out(slots, index);
         ++*evicted;
     }
-    table->live_bytes -= length + 1;
-    table->front += (uint32_t)length + 1;
-    arena_trim(table);
+    arena_pass_front(&table->arena, length, &table->nbytes);
     return true;
 }
 
@@ -892,8 +589,8 @@ pass_front(KeyTable *table, uint64_t through, bool tombstones_only, Py_ssize_t *
 static uint64_t
 prefetch_front(KeyTable *table, uint64_t count)
 {
-    const Segment *segment = segment_at(table, table->first_segment);
-    uint32_t offset = table->front;
+    const Segment *segment = segment_at(&table->arena, table->arena.first_segment);
+    uint32_t offset = table->arena.front;
     uint64_t seen = 0;
     for (; seen < count && seen < GROUP && offset < segment->used; seen++) {
         const uint8_t *record = segment->bytes + offset;
@@ -933,9 +630,9 @@ evict(KeyTable *self, PyObject *const *args, Py_ssize_t count)
 static void
 forget_all(KeyTable *table)
 {
-    slots_clear(table, &table->slots);
-    slots_clear(table, &table->grown);
-    arena_clear(table);
+    slots_clear(&table->slots, &table->nbytes);
+    slots_clear(&table->grown, &table->nbytes);
+    arena_clear(&table->arena, &table->nbytes);
     table->keys = table->items = 0;
 }
 
@@ -952,10 +649,10 @@ typedef bool Visit(KeyTable *table, uint64_t place, const uint8_t *record, void 
 static bool
 visit_arena(KeyTable *table, Visit *visit, void *context)
 {
-    for (uint32_t index = 0; index < table->segment_count; index++) {
-        uint32_t number = (table->first_segment + index) & ((1u << SEGMENT_BITS) - 1);
-        const Segment *segment = segment_at(table, number);
-        for (uint32_t offset = index ? 0 : table->front; offset < segment->used;) {
+    for (uint32_t index = 0; index < table->arena.segment_count; index++) {
+        uint32_t number = (table->arena.first_segment + index) & ((1u << SEGMENT_BITS) - 1);
+        const Segment *segment = segment_at(&table->arena, number);
+        for (uint32_t offset = index ? 0 : table->arena.front; offset < segment->used;) {
             const uint8_t *record = segment->bytes + offset;
             uint64_t place = (uint64_t)number << OFFSET_BITS | offset;
             offset += record[0] + 1u;
@@ -1016,7 +713,7 @@ check_slots(KeyTable *table, const Slots *slots, uint32_t lowest, uint64_t *keys
         if (!slot->entry)
             continue;
         uint32_t hash = slot_hash(slot);
-        const uint8_t *record = record_at(table, slot_place(slot));
+        const uint8_t *record = record_at(&table->arena, slot_place(slot));
         if (hash < lowest)
             return broken("the slots are not in the order of their hashes");
         if (hash != hash_of(record + 1, record[0]))
@@ -1046,9 +743,9 @@ check_record(KeyTable *table, uint64_t place, const uint8_t *record, void *conte
 static uint64_t
 counted_bytes(const KeyTable *table)
 {
-    uint64_t nbytes = sizeof *table + table->ring_size * sizeof(Segment);
-    for (uint32_t index = 0; index < table->segment_count; index++)
-        nbytes += segment_at(table, table->first_segment + index)->size;
+    uint64_t nbytes = sizeof *table + table->arena.ring_size * sizeof(Segment);
+    for (uint32_t index = 0; index < table->arena.segment_count; index++)
+        nbytes += segment_at(&table->arena, table->arena.first_segment + index)->size;
     const Slots *both[] = {&table->slots, &table->grown};
     for (int which = 0; which < 2; which++) {
         size_t freed = both[which]->begin >> BLOCK_BITS << BLOCK_BITS;
@@ -1070,7 +767,7 @@ check_invariants(KeyTable *self, PyObject *Py_UNUSED(ignored))
         return NULL;
     if (keys != self->keys || items != self->items || counts[0] != keys)
         broken("keys or items are counted wrong");
-    else if (counts[1] != self->live_bytes || counted_bytes(self) != self->nbytes)
+    else if (counts[1] != self->arena.live_bytes || counted_bytes(self) != self->nbytes)
         broken("bytes are counted wrong");
     else
         Py_RETURN_NONE;
