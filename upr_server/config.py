@@ -63,8 +63,7 @@ class ServerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     Attributes:
         listen: `HOST:PORT`; port 0 takes a free one.
         identity: The server's name for itself; empty takes the host's name.
-        node: What partition maps call this server; empty takes `identity`, which then must be 1 to
-            100 letters, digits, dots, underscores or hyphens.
+        node: What partition maps call this server; empty takes `identity`.
         quota_bytes: The memory quota of a bucket that is created without one.
         connections_max: How many connections may be open at a time.
         partitions_max: How many partitions all buckets may have together; an empty one takes
@@ -216,12 +215,6 @@ class ServerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             raise ConfigError(
                 "node must be 1 to 100 letters, digits, dots, underscores or hyphens, not "
                 f"{self.node!r}"
-            )
-        if self.identity and not self.node and not NODE_NAME.fullmatch(self.identity):
-            raise ConfigError(
-                "the server's name in partition maps is its identity unless `node` is set, and "
-                f"{self.identity!r} cannot be one: set node to a name of 1 to 100 letters, digits, "
-                "dots, underscores or hyphens"
             )
         certificate_files(self)
         for setting, is_set in (
