@@ -290,7 +290,7 @@ def test_every_install_line_of_the_documents_installs_this_wheel(
             )
             assert result.returncode == 0, (lines, result.stdout)
             assert "does not provide the extra" not in result.stdout
-            assert (folder / "upr_server" / "cli.py").exists()
+            assert (folder / "upr_server" / "cli" / "serve.py").exists()
 
 
 @thorough
