@@ -70,7 +70,8 @@ def parse(words: list[str]) -> None:
     arguments, context = words[1:], None
     while command is not None:
         if isinstance(command, click.Group):
-            context = click.Context(command, context, name)
+            # With its settings: a command keeps the help option that it was first asked for.
+            context = click.Context(command, context, name, **command.context_settings)
             name, command, arguments = command.resolve_command(context, arguments)
         else:
             command.make_context(name, arguments, parent=context)
