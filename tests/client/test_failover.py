@@ -200,6 +200,24 @@ async def test_a_replica_that_has_lost_its_disk_does_not_count() -> None:
         assert await group.get("a", "key 7") == "v"
 
 
+async def added_it_is_not_chosen(
+    group: ServerGroup, monkeypatch: pytest.MonkeyPatch, address: str = ""
+) -> None:
+    """Adds `b`, which then copies nothing. It is not chosen without `c`, which has everything."""
+    with monkeypatch.context() as patch:
+        patch.setattr(BucketReplicators, "start_missing", lambda *_arguments: None)
+        await add_replicas(group.operator(), "b", address)
+    await group.stop("a")
+    await group.stop("c")
+    operator = group.operator("b", ask_timeout_s=0.5)
+    with pytest.raises(NotDoneError, match="partition 0: b lacks changes that the active"):
+        await fail_over(operator, all_of="a", acknowledged=2)
+    await group.start("c")
+    await fail_over(group.operator("b"), all_of="a", acknowledged=2)
+    assert group.states("c") == ACTIVE
+    assert await group.get("c", "key 7") == "v"
+
+
 async def test_a_replica_that_copies_the_bucket_again_is_not_chosen_before_it_has_all(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -209,19 +227,7 @@ async def test_a_replica_that_copies_the_bucket_again_is_not_chosen_before_it_ha
         await filled(group)
         await group.stop("b")
         await group.start("b", is_empty=True)
-        start_missing = BucketReplicators.start_missing
-        monkeypatch.setattr(BucketReplicators, "start_missing", lambda *_arguments: None)
-        await add_replicas(group.operator(), "b")
-        monkeypatch.setattr(BucketReplicators, "start_missing", start_missing)
-        await group.stop("a")
-        await group.stop("c")
-        operator = group.operator("b", ask_timeout_s=0.5)
-        with pytest.raises(NotDoneError, match="partition 0: b lacks changes that the active"):
-            await fail_over(operator, all_of="a", acknowledged=2)
-        await group.start("c")
-        await fail_over(group.operator("b"), all_of="a", acknowledged=2)
-        assert group.states("c") == ACTIVE
-        assert await group.get("c", "key 7") == "v"
+        await added_it_is_not_chosen(group, monkeypatch)
 
 
 async def test_a_replica_that_was_removed_and_added_is_not_chosen_before_it_has_all(
@@ -234,19 +240,7 @@ async def test_a_replica_that_was_removed_and_added_is_not_chosen_before_it_has_
         await group.stop("b")
         await group.start("b", is_empty=True)
         await remove_replicas(group.operator(), "b")
-        start_missing = BucketReplicators.start_missing
-        monkeypatch.setattr(BucketReplicators, "start_missing", lambda *_arguments: None)
-        await add_replicas(group.operator(), "b", f"127.0.0.1:{group.proxies['b'].port}")
-        monkeypatch.setattr(BucketReplicators, "start_missing", start_missing)
-        await group.stop("a")
-        await group.stop("c")
-        operator = group.operator("b", ask_timeout_s=0.5)
-        with pytest.raises(NotDoneError, match="partition 0: b lacks changes that the active"):
-            await fail_over(operator, all_of="a", acknowledged=2)
-        await group.start("c")
-        await fail_over(group.operator("b"), all_of="a", acknowledged=2)
-        assert group.states("c") == ACTIVE
-        assert await group.get("c", "key 7") == "v"
+        await added_it_is_not_chosen(group, monkeypatch, f"127.0.0.1:{group.proxies['b'].port}")
 
 
 @pytest.mark.parametrize("order_of_tasks", range(4))

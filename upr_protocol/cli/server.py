@@ -19,7 +19,12 @@ from upr_protocol.cli.parameters import (
     server_argument,
 )
 from upr_protocol.client import Address, Client
-from upr_protocol.client.operator import NotDoneError, Operator, last_active_of, partitions_text
+from upr_protocol.client.operator import (
+    NotDoneError,
+    Operator,
+    active_partitions_of,
+    partitions_text,
+)
 from upr_protocol.errors import RemoteProtocolError, ServerError
 from upr_protocol.limits import PARTITIONS_DEFAULT, PARTITIONS_MAX
 
@@ -101,16 +106,12 @@ async def _check_not_active(operator: Operator) -> None:
         return
     if report.map is None or len(report.map.nodes) == 1:
         return
-    led_partitions = [
-        partition
-        for partition, assignment in enumerate(report.map.partitions)
-        if last_active_of(assignment) == report.name
-    ]
-    if led_partitions:
+    active_partitions = active_partitions_of(report.map, report.name)
+    if active_partitions:
         raise NotDoneError(
-            f"{report.name} is active for {partitions_text(led_partitions)}: let another node take "
-            "over first, with `upr takeover`; or if you delete the bucket on all its nodes, say "
-            "--force"
+            f"{report.name} is active for {partitions_text(active_partitions)}: let another node "
+            "take over first, with `upr takeover`; or if you delete the bucket on all its nodes, "
+            "say --force"
         )
 
 

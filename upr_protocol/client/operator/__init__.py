@@ -15,7 +15,7 @@ from upr_protocol.client.operator.errors import (
     UnreachableError,
 )
 from upr_protocol.client.operator.failover import fail_over
-from upr_protocol.client.operator.plan import last_active_of, partitions_text, ranges_text
+from upr_protocol.client.operator.plan import active_partitions_of, partitions_text, ranges_text
 from upr_protocol.client.operator.replicas import (
     ReplicaLag,
     add_replicas,
@@ -36,9 +36,9 @@ __all__ = [
     "Survey",
     "TakeoverTimeouts",
     "UnreachableError",
+    "active_partitions_of",
     "add_replicas",
     "fail_over",
-    "last_active_of",
     "partitions_text",
     "ranges_text",
     "remove_replicas",

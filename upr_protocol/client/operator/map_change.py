@@ -7,8 +7,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from upr_protocol.client.operator.errors import NotDoneError, OvertakenError, PartlyDoneError
 from upr_protocol.client.operator.map_publisher import MapPublisher
 from upr_protocol.client.operator.plan import (
+    active_partitions_of,
     fenced_assignment,
-    last_active_of,
     partitions_text,
 )
 from upr_protocol.client.operator.survey import NodeReport, Operator, Survey
@@ -117,11 +117,7 @@ def choose_partitions(survey: Survey, partitions: Iterable[int], all_of: str) ->
     if not all_of:
         return require_partitions(survey, partitions)
     survey.require_node(all_of)
-    partition_ids = [
-        PartitionId(partition_number)
-        for partition_number, assignment in enumerate(base.partitions)
-        if last_active_of(assignment) == all_of
-    ]
+    partition_ids = active_partitions_of(base, all_of)
     if not partition_ids:
         raise NotDoneError(f"{all_of} is not active for any partition; nothing to do")
     return partition_ids

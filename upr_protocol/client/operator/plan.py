@@ -13,8 +13,8 @@ from typing import Final
 import attrs
 
 from upr_protocol.failover import FailoverLog
-from upr_protocol.ids import SeqNo
-from upr_protocol.partition_map import Assignment, HistoryPoint
+from upr_protocol.ids import PartitionId, SeqNo
+from upr_protocol.partition_map import Assignment, HistoryPoint, PartitionMap
 
 COMMAND_REVISIONS: Final = 16
 """More than the maps that one command makes."""
@@ -42,6 +42,15 @@ def first_failover_revision(newest: int) -> int:
 def last_active_of(assignment: Assignment) -> str:
     """The node that takes writes, or that was the last to do so; empty if none ever did."""
     return assignment.active or assignment.handing_over or assignment.lost_active
+
+
+def active_partitions_of(partition_map: PartitionMap, node: str) -> list[PartitionId]:
+    """The partitions for which a node takes writes, or was the last to do so. O(partitions)."""
+    return [
+        PartitionId(partition_number)
+        for partition_number, assignment in enumerate(partition_map.partitions)
+        if last_active_of(assignment) == node
+    ]
 
 
 def acknowledging_replicas(assignment: Assignment) -> list[str]:

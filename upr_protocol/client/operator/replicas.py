@@ -14,6 +14,7 @@ from upr_protocol.client.operator.errors import NotDoneError, PartlyDoneError
 from upr_protocol.client.operator.map_change import require_partitions
 from upr_protocol.client.operator.map_publisher import MapPublisher
 from upr_protocol.client.operator.plan import (
+    active_partitions_of,
     first_revision,
     last_active_of,
     partitions_text,
@@ -244,15 +245,11 @@ async def remove_replicas(
     base = survey.require_map()
     survey.require_node(node)
     partition_ids = require_partitions(survey, partitions)
-    led_partitions = [
-        partition
-        for partition in partition_ids
-        if node == last_active_of(base.partitions[partition])
-    ]
-    if led_partitions:
+    active_partitions = sorted({*active_partitions_of(base, node)} & {*partition_ids})
+    if active_partitions:
         raise NotDoneError(
-            f"{node} is active for {partitions_text(led_partitions)}: let another node take over "
-            "first, with `upr takeover`"
+            f"{node} is active for {partitions_text(active_partitions)}: let another node "
+            "take over first, with `upr takeover`"
         )
     assignments = _without_replica(base, partition_ids, node)
     nodes = base.nodes
