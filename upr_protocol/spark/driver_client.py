@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from datetime import datetime
@@ -289,8 +290,14 @@ class BucketDriverClient:
 def _await_persisted(numbers: PartitionNumbers, client: BlockingClient) -> bool:
     """Waits until a number is on disk; False if the partition is in another history by then, in
     which the number is another's."""
+    deadline = time.monotonic() + _WAIT_S
     call = calls.await_durable(
-        numbers.partition, numbers.history_id, numbers.high_seq, Durability.PERSISTED, 0, _WAIT_S
+        numbers.partition,
+        numbers.history_id,
+        numbers.high_seq,
+        Durability.PERSISTED,
+        0,
+        lambda: deadline - time.monotonic(),
     )
     try:
         client.ask(call)

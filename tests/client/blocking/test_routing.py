@@ -24,9 +24,9 @@ from upr_protocol.client.blocking.connection import SocketOptions
 from upr_protocol.client.blocking.connection_pool import BlockingConnectionPool
 from upr_protocol.client.options import FIRST_ATTEMPT_TIMEOUT_S
 from upr_protocol.errors import BrokenError, ServerError, Status
-from upr_protocol.ids import SEQ_MAX, Operation
+from upr_protocol.ids import SEQ_MAX, Durability, Operation
 from upr_protocol.partition_map import Assignment
-from upr_protocol.wire import Get, Lease, LeaseAction, Message
+from upr_protocol.wire import Await, Get, Lease, LeaseAction, Message
 
 URL = "upr://a,b,c/b"
 PARTITIONS = 6
@@ -144,6 +144,26 @@ def test_a_timeout_names_the_node_that_did_not_answer(nodes: ThreadedCluster) ->
             kv.get(key)
         with pytest.raises(TimeoutError, match=r"^upr://b:12000/b did not answer in [\d.]+ s$"):
             kv.get_many([others_key, key])
+
+
+def test_a_wait_for_durability_has_the_rest_of_its_time_at_the_next_node(
+    nodes: ThreadedCluster,
+) -> None:
+    key = next(key for key in KEYS if nodes.cluster.any.partition_of(key.encode()).id == 0)
+    deadlines_ms: list[int] = []
+
+    def note_deadline(request: Message) -> None:
+        if isinstance(request, Await):
+            deadlines_ms.append(request.deadline_ms)
+
+    with client(nodes) as kv:
+        write_result = kv.set(key, "1")
+        for name in "ab":
+            nodes.cluster.server(name).refuse = note_deadline
+        nodes.move({0: Assignment(active="b")})
+        kv.await_durable(write_result, Durability.PERSISTED, timeout_s=20.0)
+    assert len(deadlines_ms) > 1
+    assert all(deadline_ms < 20_000 for deadline_ms in deadlines_ms)
 
 
 def test_batches_follow_their_partitions(nodes: ThreadedCluster) -> None:

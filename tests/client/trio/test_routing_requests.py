@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, nullcontext
+from functools import partial
 
 import pytest
 import trio
@@ -20,7 +21,7 @@ from upr_protocol.client.trio.dispatcher import REQUEST_RETRY_TIMEOUT_S
 from upr_protocol.errors import BrokenError, ClosedError, ServerError, Status, UprError
 from upr_protocol.ids import SEQ_MAX, Durability, PartitionId
 from upr_protocol.partition_map import Assignment
-from upr_protocol.wire import Get, Lease, LeaseAction, LeaseReply, Message, Mutate
+from upr_protocol.wire import Await, Get, Lease, LeaseAction, LeaseReply, Message, Mutate
 
 URL = "upr://a,b,c/b"
 KEYS = [f"key-{index}" for index in range(60)]
@@ -68,6 +69,31 @@ async def test_requests_follow_the_map(cluster: FakeCluster, autojump_clock: Moc
             cluster.tell("abc")
             assert all(await client.get_many(KEYS[:20]))
     assert set(cluster.any.contents().values()) == {b"6"}
+
+
+async def test_a_wait_for_durability_goes_on_elsewhere_for_the_rest_of_its_time(
+    cluster: FakeCluster, autojump_clock: MockClock
+) -> None:
+    """The node that hands the partition over refuses the wait late."""
+    a, b = cluster.server("a"), cluster.server("b")
+    deadlines_ms: list[int] = []
+
+    def note_deadline(request: Message) -> None:
+        if isinstance(request, Await):
+            deadlines_ms.append(request.deadline_ms)
+
+    a.refuse = b.refuse = note_deadline
+    async with connect(URL, dial=cluster.dial) as client, trio.open_nursery() as nursery:
+        write_result = await client.set(key_of(cluster, 0), "1")
+        a.held.add(Await)
+        nursery.start_soon(
+            partial(client.await_durable, write_result, Durability.PERSISTED, timeout_s=20.0)
+        )
+        await trio.sleep(15)
+        cluster.move({0: Assignment(active="b")})
+        a.release()
+    assert [deadline_ms for deadline_ms in deadlines_ms if deadline_ms > 5000] == [20_000]
+    assert len(deadlines_ms) > 1
 
 
 @asynccontextmanager

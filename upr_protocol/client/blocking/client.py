@@ -332,9 +332,15 @@ class BlockingClient(KeyOperations[WriteResult]):
     ) -> SeqNo:
         """Waits until a change is as durable as requested; gives the sequence number reached
         then. The request may take `timeout_s` more than others."""
+        deadline = time.monotonic() + timeout_s
         return self._dispatcher.ask(
             calls.await_durable(
-                written.partition, written.history_id, written.seq, durability, copies, timeout_s
+                written.partition,
+                written.history_id,
+                written.seq,
+                durability,
+                copies,
+                lambda: deadline - time.monotonic(),
             ),
             wait_s=timeout_s,
         )

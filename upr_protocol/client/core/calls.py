@@ -478,18 +478,31 @@ def await_durable(
     seq: int,
     durability: Durability,
     copies: int,
-    timeout_s: float,
+    time_left_s: Callable[[], float],
 ) -> Call[SeqNo]:
-    """Waits until a sequence number is as durable as requested; gives the number reached then."""
-    request = partial(
-        Await,
-        HistoryId(history_id),
-        SeqNo(seq),
-        int(timeout_s * 1000),
-        durability,
-        copies,
-        partition=PartitionId(partition),
-    )
+    """Waits until a sequence number is as durable as requested; gives the number reached then.
+
+    Args:
+        partition: The partition.
+        history_id: The history that the number belongs to.
+        seq: The number.
+        durability: How durable it must be.
+        copies: On how many replicas, for the replicated levels.
+        time_left_s: How much longer to wait. It is asked whenever the request is made: a node that
+            hands the partition over refuses it, and the next node has only the rest of the time.
+    """
+
+    def request(*, opaque: int) -> Await:
+        return Await(
+            HistoryId(history_id),
+            SeqNo(seq),
+            int(max(0.0, time_left_s()) * 1000),
+            durability,
+            copies,
+            partition=PartitionId(partition),
+            opaque=opaque,
+        )
+
     return Call(request, attrgetter("seq"), PartitionId(partition))
 
 

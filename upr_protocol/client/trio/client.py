@@ -333,9 +333,15 @@ class Client(KeyOperations[Coroutine[Any, Any, WriteResult]]):
             ServerError: `TIMED_OUT`; or `HISTORY_CHANGED`: there was a failover, and the change may
                 be lost.
         """
+        deadline = trio.current_time() + timeout_s
         return await self._dispatcher.ask(
             calls.await_durable(
-                written.partition, written.history_id, written.seq, durability, copies, timeout_s
+                written.partition,
+                written.history_id,
+                written.seq,
+                durability,
+                copies,
+                lambda: deadline - trio.current_time(),
             )
         )
 
