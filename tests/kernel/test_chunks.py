@@ -68,6 +68,16 @@ def test_the_first_key_in_another_partition_is_found(
     assert result == ("returned", next(misplaced, high))
 
 
+def test_numbers_of_rows_and_partitions_are_not_negative_and_have_64_bits() -> None:
+    chunk = bytes(chunk_of_plain_sets([b"a", b"b"], [b"1", b"2"]))
+    for place in range(5):
+        for wrong_number in (-1, -2, 1 << 64):
+            numbers = [0, 2, 0, 8, 250]
+            numbers[place] = wrong_number
+            result = agreed("find_misplaced", chunk, *numbers)
+            assert result == ("raised", OverflowError), numbers
+
+
 @pytest.mark.parametrize(
     ("keys", "values", "operations", "defect"),
     [

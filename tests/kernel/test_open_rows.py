@@ -280,3 +280,18 @@ def test_no_number_is_given_beyond_the_last(build: Any) -> None:
         _, left, *_ = build.add_runs(chunk, 0, run, NO_WRITER, (rows,), 0, None, cas, 9, 99, False)
         assert left == [0]
         assert (rows.high, len(rows), len(rows.table)) == (high, 0, 0)
+
+
+@of_each_build
+def test_a_snapshot_does_not_begin_while_its_flags_are_read(build: Any) -> None:
+    rows = new_rows(build, 0)
+    rows.begin(5, 0)
+    rows.append(Operation.SET, b"k", b"v", 6, 1, 0, 0)
+    rows.flags.extend(b"\0")
+    for start, tidy_at in ((-1, 0), (0, -1), (1 << 64, 0), (0, 1 << 64)):
+        assert outcome(rows.begin, start, tidy_at) == ("raised", OverflowError)
+    with memoryview(rows.flags), pytest.raises(BufferError):
+        rows.begin(9, 0)
+    assert (rows.start, len(rows), rows.first, bytes(rows.flags)) == (5, 1, 6, b"\0")
+    rows.begin(9, 0)
+    assert (rows.start, len(rows), rows.first, bytes(rows.flags)) == (9, 0, 0, b"")

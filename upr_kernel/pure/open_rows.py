@@ -19,7 +19,7 @@ ROW_BYTES: Final = 33
 _ROWS_STEP: Final = 8
 """Room for rows grows by a multiple of this."""
 
-_CAS_END: Final = 1 << 64
+_U64_END: Final = 1 << 64
 
 Row = tuple[int, bytes, bytes, int, int, int, int]
 """Operation, key, value, sequence number, CAS, flags and expiry time."""
@@ -138,9 +138,16 @@ class OpenRows:
         self.begin(0, 0)
 
     def begin(self, start: int, tidy_at: int, /) -> None:
-        """The snapshot was closed, and a new one begins behind the number `start`."""
-        self.clear()
+        """The snapshot was closed, and a new one begins behind the number `start`.
+
+        Raises:
+            BufferError: Somebody reads the flags. Nothing has changed.
+            OverflowError: A number is negative, or has more than 64 bits.
+        """
+        if min(start, tidy_at) < 0 or max(start, tidy_at) >= _U64_END:
+            raise OverflowError("a number is out of range")
         self.flags.clear()
+        self.clear()
         self.start = self.high = start
         self.tidy_at = tidy_at
         self.live = self.base = self.added = self.superseded = self.mean_bytes = 0
@@ -331,7 +338,7 @@ class OpenRows:
         return (
             values[-1] - values[0] < limits.bytes_max
             and self.high + count + 1 < SEQ_END
-            and max(self.last_cas + 1, limits.cas) + count < _CAS_END
+            and max(self.last_cas + 1, limits.cas) + count < _U64_END
             and all(partition_of(key, limits.partition_count) == self.partition for key in keys)
         )
 

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from itertools import pairwise
+from typing import Final
 from zlib import crc32
 
 from upr_kernel.defects import ChunkDefectError, Defect
 from upr_kernel.pure.columns import Buffer, Columns
+
+_U64_END: Final = 1 << 64
 
 
 def partition_of(key: Buffer, partition_count: int) -> int:
@@ -33,8 +36,12 @@ def find_misplaced(
 
     Raises:
         ChunkDefectError: The chunk's lengths or offsets do not add up.
+        OverflowError: A number is negative, or has more than 64 bits.
         ValueError: The chunk does not have these rows, or there is no partition.
     """
+    numbers = low, high, partition, partition_count, key_bytes_max
+    if min(numbers) < 0 or max(numbers) >= _U64_END:
+        raise OverflowError("a number is out of range")
     columns = Columns(chunk)
     if not low <= high <= columns.count or partition_count < 1:
         raise ValueError("rows or partitions out of range")
