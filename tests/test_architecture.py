@@ -24,18 +24,18 @@ PROJECT: Final[dict[str, Any]] = tomllib.loads((ROOT / "pyproject.toml").read_te
 CONTRACTS: Final[list[dict[str, Any]]] = PROJECT["tool"]["importlinter"]["contracts"]
 
 VIOLATIONS: Final[dict[str, tuple[str, str]]] = {
-    "protocol-stands-alone": ("upr_protocol.cli", "upr_server.config"),
-    "kernel-stands-alone": ("upr_kernel", "upr_protocol.limits"),
+    "protocol-imports-no-server": ("upr_protocol.cli", "upr_server.config"),
+    "kernel-imports-no-other-package": ("upr_kernel", "upr_protocol.limits"),
     "protocol-layers": ("upr_protocol.concurrency", "upr_protocol.transport"),
     "values-in-order": ("upr_protocol.chunk", "upr_protocol.failover"),
     "server-layers": ("upr_server.net", "upr_server.events"),
-    "indexer-is-an-outsider": ("upr_server.indexer", "upr_server.storage"),
+    "indexer-imports-no-server": ("upr_server.indexer", "upr_server.storage"),
     "purity": ("upr_server.engine", "random"),
-    "client-keeps-its-modules": ("upr_server.net", "upr_protocol.client.operator"),
-    "pyspark-has-one-room": ("upr_protocol.client", "pyspark"),
-    "deltalake-has-one-room": ("upr_protocol.spark", "deltalake"),
-    "lmdb-has-one-room": ("upr_server.storage", "lmdb"),
-    "no-circles": ("upr_protocol.session.rules", "upr_protocol.session.session"),
+    "server-imports-client-package-only": ("upr_server.net", "upr_protocol.client.operator"),
+    "pyspark-in-spark-only": ("upr_protocol.client", "pyspark"),
+    "deltalake-in-recipes-only": ("upr_protocol.spark", "deltalake"),
+    "lmdb-in-stores-only": ("upr_server.storage", "lmdb"),
+    "no-import-cycles": ("upr_protocol.session.rules", "upr_protocol.session.session"),
 }
 """By contract: an importer, and what it must not import. import-linter has tests of its own: one
 violation a contract shows that the contract stands in the configuration as it is meant."""

@@ -183,8 +183,8 @@ async def running_server(
     bus = None
     if config.events:
         bus = EventBus(store, time=system.time, new_id=system.new_id)
-    # An address that is not to be had is noticed before anything of a bucket is touched; a client
-    # that connects before it is served waits for that.
+    # The server listens first: if the address is in use, the start fails before it touches a
+    # bucket. A client that connects early waits until it is served.
     async with system.bind(config.listen) as bound, trio.open_nursery() as nursery:
         server = Server(config, store, system, bus, bound.port, certificates, audit_log)
         nursery.start_soon(essential(_end_when_failed), store)
@@ -192,8 +192,8 @@ async def running_server(
         has_users = not server.users.users.is_open
         config.check_exposure(has_users=has_users)
         async with _noting(audit_log if has_users else None), server.recovered_buckets():
-            # Not before the disk was found to be in order: a start that fails changes nothing. And
-            # before any bucket changes, as that has to be counted in the restored queues.
+            # The queues are restored after the disk was checked, as a start that fails must change
+            # nothing. They are restored before any bucket changes, as they must count that change.
             if bus is not None:
                 await bus.restore()
             else:

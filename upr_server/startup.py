@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from upr_server.app import Server
 
 COLLECT_S: Final = 0.1
-"""Between two looks at what is young: a look takes 5 µs where there is nothing."""
+"""The time between two collections of young objects: one takes 5 µs where there is nothing."""
 
 OTHER_FILES: Final = 256
 """Open files besides the connections that are served: some 20 of the server's own, 100 connections
@@ -37,10 +37,11 @@ log = structlog.get_logger(__name__)
 
 @asynccontextmanager
 async def started_server(config: ServerConfig) -> AsyncIterator[Server]:
-    """A server over its data directory, for as long as the context; else as `running_server`."""
+    """A server over its data directory, for as long as the context; in all else like
+    `running_server`."""
     async with open_store(config.data_path, bytes_max=config.disk_bytes_max) as store:
-        # Importing takes this process as long as the others need to start, and nobody is served
-        # yet whom it could hold up.
+        # Importing takes this process as long as the others need to start. It can hold up nobody,
+        # as nobody is served yet.
         from upr_server.app import running_server
 
         audit_log = AuditLog(config.audit_path, time.time)
@@ -75,7 +76,8 @@ async def serve(config: ServerConfig, on_listening: Callable[[Server], None]) ->
         StorageError: The disk cannot be used, or failed.
     """
     files_max, connections_wanted = file_limit(), config.connections_max
-    # Those beyond would wait unheard, where others are told that there are too many.
+    # Without this limit, connections beyond it would wait without an answer, instead of being told
+    # that there are too many.
     connections_max = min(connections_wanted, connections_within(files_max))
     config = msgspec.structs.replace(config, connections_max=connections_max)
     servers: list[Server] = []

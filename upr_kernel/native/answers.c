@@ -70,7 +70,7 @@ replace_newest(Answers *self, PyObject *const *args, Py_ssize_t count)
         return PyErr_Format(PyExc_KeyError, "no such writer");
     Answer *replaced = newest_of(writer);
     uint64_t applied_high = effect_high(replaced);
-    /* All memory first: without any answer the batch would count as new. */
+    /* All memory is taken first: a batch without an answer would count as new. */
     Answer *answer = answers_reserve_order(self) ? answer_new(id, replaced->counter, high) : NULL;
     if (answer == NULL)
         return NULL;

@@ -23,8 +23,8 @@ typedef struct Answer {
 typedef struct Writer {
     uint8_t id[WRITER_BYTES];
     struct Writer *next;   /* of the same home */
-    struct Writer *before; /* heard from before */
-    struct Writer *behind; /* heard from later */
+    struct Writer *before; /* the writer heard from just before this one */
+    struct Writer *behind; /* the writer heard from just after this one */
     Answer **ring;
     uint32_t ring_size; /* a power of two */
     uint32_t first;
@@ -99,7 +99,7 @@ newest_of(const Writer *writer)
 /* An answer without bytes, in none of its places. NULL with an exception set. */
 Answer *answer_new(const uint8_t *writer, uint64_t counter, uint64_t high);
 
-/* It has left one of its places. */
+/* Notes that an answer has left one of its places. */
 void answer_release(Answer *answer);
 
 /* Notes at which high number the batch of a remembered answer had its effect. */

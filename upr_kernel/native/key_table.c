@@ -81,7 +81,7 @@ holds_key(const KeyTable *table, const Slot *slot, const uint8_t *key, size_t le
     return record[0] == length && memcmp(record + 1, key, length) == 0;
 }
 
-/* The key's slot; else NULL, and where one for it belongs. */
+/* The key's slot. NULL if it has none; `where` is then set to where one belongs. */
 static Slot *
 find(KeyTable *table, Slots *slots, uint32_t hash, const uint8_t *key, size_t length, size_t *where)
 {
@@ -616,13 +616,14 @@ evict(KeyTable *self, PyObject *const *args, Py_ssize_t count)
         uint64_t together = has_memory ? prefetch_front(self, budget) : 0;
         for (; together && has_memory; together--, budget--)
             has_memory = pass_front(self, through, tombstones_only, &evicted);
-        /* The caller must hear of what was forgotten: then less was looked at, without an error. */
+        /* The caller must learn what was forgotten. So this reports fewer keys looked at, and no
+           error. */
         if (!has_memory && !evicted)
             return PyErr_NoMemory();
         if (!has_memory)
             break;
     }
-    /* Without memory it shrinks another time. */
+    /* Without memory it does not shrink now, but after a later call. */
     shrink(self);
     return PyLong_FromSsize_t(evicted);
 }

@@ -192,8 +192,8 @@ add_and_answer(Report *report, const Runs *runs, Py_ssize_t index, const uint8_t
     report->row_bytes += allocated_bytes(rows) - rows_before;
     report->answer_bytes += answers_bytes(rows->answers) - answers_before;
     if (!is_added) {
-        /* An error would hide what became of the runs before. The caller tries this one again, and
-           hears of the error then. */
+        /* An error would hide what became of the runs before. The caller tries this run again, and
+           gets the error then. */
         PyErr_Clear();
         Py_CLEAR(report->superseded);
         return false;

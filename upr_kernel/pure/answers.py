@@ -149,7 +149,8 @@ class Answers:
         self._forgotten_high = 0
         # By when each was last heard from.
         self._writers: OrderedDict[bytes, _WriterAnswers] = OrderedDict()
-        # Those that are not reduced to their newest answers: all reduced ones come before them.
+        # The writers that are not reduced to their newest answers. All reduced ones come before
+        # them in `_writers`.
         self._recent_writers: OrderedDict[bytes, _WriterAnswers] = OrderedDict()
         # What the reduced writers take, and what all take, with their answers.
         self._reduced_bytes = self._total_bytes = 0

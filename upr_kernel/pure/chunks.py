@@ -249,7 +249,8 @@ def gather(parts: list[Part], start: int, end: int, /) -> bytes:
         OverflowError: There are more than 2 GiB of keys, or of values.
     """
     gathered = _Gathered()
-    # First all: an exporter of buffers may run Python, which may change the list or a buffer.
+    # All parts are read first: an exporter of buffers may run Python, which may change the list or
+    # a buffer.
     for columns, part in [(_read(part), part) for part in parts]:
         gathered.add(columns, part)
     return gathered.encoded(start, end)

@@ -116,13 +116,15 @@ class Columns:
             ChunkDefectError: They decrease, or leave the bytes.
         """
         offsets = self.offsets(offset, low, high)
-        # Below 0 or beyond the end is told by the first and the last, once the order is right.
+        # Once the order is right, the first and the last offset tell whether any is below 0 or
+        # beyond the end.
         if sorted(offsets) != offsets or offsets[0] < 0 or offsets[-1] > length:
             raise ChunkDefectError(Defect.OFFSETS)
         return offsets
 
     def _one_length(self, low: int, high: int) -> int:
-        """The length of every key of these rows, if the keys before them have it too; else 0."""
+        """The length of every key of these rows, if the keys before them have it too; otherwise
+        0."""
         count = high - low
         offset = self.key_offsets_at + 4 * low
         offsets = self.view[offset : offset + 4 * count + 4]

@@ -101,8 +101,8 @@ class KeyTable:
     ) -> tuple[list[int], int]:
         """Enters rows of a chunk that all store values: the hot loop of the whole engine. O(rows).
 
-        A number of the open snapshot that is superseded is flagged, where the flags reach it, and
-        else returned.
+        A number of the open snapshot that is superseded is flagged where the flags reach it;
+        otherwise it is returned.
 
         Args:
             chunk: An encoded chunk.

@@ -45,7 +45,8 @@ def split_rows(parts: Sequence[RowColumns], partition_count: int, /) -> list[tup
     if not 1 <= partition_count < PARTITIONS_END:
         raise ValueError("a bucket has 1 to 32,768 partitions")
     rows_of: dict[int, list[_Row]] = {}
-    # First all: an exporter of buffers may run Python, which may change the list or a buffer.
+    # All parts are read first: an exporter of buffers may run Python, which may change the list or
+    # a buffer.
     for columns in [_columns(part) for part in parts]:
         for row in _rows(columns):
             rows_of.setdefault(partition_of(row[0], partition_count), []).append(row)

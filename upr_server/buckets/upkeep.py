@@ -27,8 +27,8 @@ TOMBSTONES_STEP: Final = 8192
 """Keys of a hash table that one step of a sweep for tombstones looks at: below a millisecond."""
 
 PARTITIONS_STEP: Final = 16
-"""Partitions that one step looks at: some 25 µs if they have nothing to do, and up to 2 ms if the
-expiry times of many items have come that were stored again since."""
+"""Partitions that one step looks at: some 25 µs if they have nothing to do, and up to 2 ms if many
+expiry times are due of items that were stored again since."""
 
 RELIEF_RETRY_S: Final = 0.05
 """When nothing could be freed, how soon to look again."""
@@ -37,8 +37,8 @@ EXPIRY_INTERVAL_S: Final = 1.0
 """How often expired items are turned into deletions; a read says missing at once in any case."""
 
 REFUSALS_AGE_S: Final = 600.0
-"""For so long a partition notes at least that it refused a publisher's batch. What the publisher
-had sent behind that has come by then, or its connection has ended."""
+"""How long a partition remembers at least that it refused a publisher's batch. By then everything
+that the publisher had sent behind the batch has arrived, or its connection has ended."""
 
 log = structlog.get_logger(__name__)
 
@@ -105,7 +105,7 @@ class Upkeep:
     async def run_collapsing(self) -> None:
         """Collapses snapshots whenever there are any to collapse, until cancelled."""
         while True:
-            # Woken, it may find nothing: a bucket that was deleted in the same turn is taken out.
+            # There may be nothing to do: a bucket that was deleted in the same turn is taken out.
             while not self._collapsible:
                 await self._collapse_wanted.wait()
             bucket = next(iter(self._collapsible))
@@ -188,7 +188,7 @@ class Upkeep:
                 await _repeat(partial(partition.clean_expiries, EXPIRIES_STEP))
                 evict = partition.eviction.evict_tombstones
                 await _repeat(partial(evict, TOMBSTONES_STEP, partition.high_seq))
-                # Small snapshots would else wait for more of them.
+                # Otherwise small snapshots would wait until there are more of them.
                 partition.manager.consider_short_runs()
                 answers = partition.repeated_batches.answers
                 if forgets_refusals and answers.forget_old_refusals():

@@ -18,7 +18,7 @@ from upr_server.conformance.failure import ConformanceError
 from upr_server.conformance.scripted_server import HISTORY, LOG, P5, ScriptedServer, rows_of
 
 _LEAVE_S: Final = 0.2
-"""How soon a client leaves that has nothing more to do."""
+"""How long a client that has nothing more to do may take to leave."""
 
 _P4: Final = PartitionId(4)
 

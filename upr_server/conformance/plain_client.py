@@ -33,7 +33,7 @@ def _admit_all(_header: Header) -> None:
 
 
 ANSWER_TIMEOUT_S: Final = 20.0
-"""A server that takes longer is taken to hang."""
+"""A server that takes longer counts as hanging."""
 
 IDLE_INTERVAL_S: Final = 60
 

@@ -97,7 +97,7 @@ async def _play_publish(accept: Accept) -> None:
 
 
 async def _play_credit(accept: Accept) -> None:
-    # Little enough for a frame or two, so that it goes below 0: the next must wait.
+    # The credit is for a frame or two. It goes below 0, so the next frame must wait.
     script, store = await accept(), _Store()
     await script.open_bucket(credit=100)
     await _serve_bundles(script, store, len(_SETS), credit=3000)

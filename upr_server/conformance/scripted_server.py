@@ -119,7 +119,7 @@ class ScriptedServer:
         """Takes what has come from the session; says which rule the client broke, if any."""
         try:
             for message in self.session.messages():
-                # `Hello` the session has answered by itself.
+                # The session has answered `Hello` by itself.
                 if not isinstance(message, Hello):
                     self._heard_messages.append(message)
         except RemoteProtocolError as error:

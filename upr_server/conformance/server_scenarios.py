@@ -345,7 +345,7 @@ _ANSWERS: Final[Mapping[Outcome, type[Message]]] = {
 
 async def _answer_to(client: PlainClient, case: WrongInput) -> Message:
     """The message that says what became of the case: an answer to the request with the opaque
-    `OPAQUE`, or an `Error`. What else comes is of requests that the case needs on its way."""
+    `OPAQUE`, or an `Error`. Other messages answer requests that lead up to the case."""
     while True:
         message = await client.expect(Message)
         if isinstance(message, Error):

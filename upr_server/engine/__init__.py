@@ -1,7 +1,8 @@
 """The engine: partitions, mutation managers, cursors, quotas. Pure and synchronous.
 
-All of it belongs to one thread, and none of it does I/O, tells the time or draws lots: time comes
-in as a number and randomness as a function. Between two calls every structure is whole.
+All of it belongs to one thread, and none of it does I/O, reads a clock or makes random numbers:
+callers pass the time as a number and random numbers as a function. Between two calls every
+structure is consistent.
 """
 
 from upr_server.engine.batch import (

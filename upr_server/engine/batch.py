@@ -48,7 +48,7 @@ class CheckedChunk:
             flags = chunk.published_flags()
         except ChunkError:
             misfits = chunk.published_misfits()
-            # Its rows are not looked at for these: what is not known may be so.
+            # Such a chunk's rows are not searched for these two. So both count as possible.
             flags = MAY_EXPIRE | HAS_PREFIX
         self._chunk: Chunk | None = chunk
         self._keys: list[bytes] | None = None

@@ -240,8 +240,9 @@ class Evaluation:
             result.content_version is not None
             and result.content_version != self._partition.content_version
         ):
-            # An outcome rests on what its key held. After any change all of them are worked out
-            # again: to find those that still hold would cost as much. The rows that were cut stay.
+            # An outcome depends on what its key held. After any change all outcomes are worked out
+            # again: to find those that are still right would cost as much. The rows that were cut
+            # stay.
             self.is_done = False
             result.content_version = None
             self._steps = None
@@ -256,8 +257,9 @@ class Evaluation:
         work.fetched_items = fetched_items
         # Twice as much after each further restart. With equal slices, a partition that others write
         # to all the time would change between two of them for ever, and the batch would never be
-        # applied. In a queue of requests, hardly any comes to that: with twice as much after each
-        # restart, items that expired all the time made a step of 40 ms.
+        # applied. The first restarts keep their slices, as few requests in a queue need more. When
+        # the slices grew from the first restart on, items that expired all the time made a step of
+        # 40 ms.
         cost_max <<= max(0, self._restarts - RESTARTS_MIN)
         work.cost_left = work.cost_max = cost_max
         fetch_requests = next(self._steps, None)
@@ -372,7 +374,7 @@ class _EvaluationSteps:
         """Works out each operation.
 
         Returns:
-            Whether it came to the end. Else an item has left memory since `_fetch` saw it there.
+            Whether it came to the end. If not, an item has left memory since `_fetch` saw it there.
         """
         result = self._result
         assert result.content_version is not None
@@ -482,8 +484,8 @@ class _EvaluationSteps:
             if is_counter:
                 result.counter_rows.append(row)
             elif len(row.value) > LARGE_VALUE_BYTES:
-                # A large value is in no array. What came before it makes one if it is enough, and
-                # else joins it among the single documents: their order stays.
+                # A large value is in no array. The rows before it become an array if they are
+                # enough; otherwise they stand alone, as it does, so that their order stays.
                 if len(documents) >= ARRAY_ROWS_MIN:
                     arrays += self._arrays_of(singles, documents, nbytes)
                     singles = [row]

@@ -30,8 +30,9 @@ CLEAN_STEP: Final = 2
 new heap is half as long as the old one was."""
 
 RUN_CLEAN_MAX: Final = 256
-"""Entries that a run of additions looks at, however long it is: 0.3 ms. For a run of
-4,096 it would else be more than all else that it costs. The rest is cleaned once a second."""
+"""Entries that a run of additions looks at, however long it is: 0.3 ms. Without this bound,
+cleaning would take more time than the rest of the work for a run of 4,096. What is left is cleaned
+once a second."""
 
 STALE_MAX: Final = 64
 """Stale entries that one question removes: at 1 to 2 µs each."""

@@ -108,7 +108,7 @@ class HashTable:
         """Enters rows of a chunk that all store values: the hot loop of the whole engine.
 
         O(rows). What the run supersedes in the open snapshot is mostly recent: where the skip flags
-        cover it, it is flagged here, and else returned.
+        cover it, it is flagged here; otherwise it is returned.
 
         Args:
             chunk: The chunk, checked; a key may occur again in it.

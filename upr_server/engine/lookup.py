@@ -31,7 +31,7 @@ class FetchRequest(msgspec.Struct, frozen=True):
 
     Attributes:
         key: The key.
-        seq: The number of its newest mutation, where memory knows it; else 0.
+        seq: The number of its newest mutation; 0 where memory does not know it.
         needs_value: Whether more is needed than whether the item exists and when it expires.
     """
 
@@ -195,8 +195,8 @@ class ItemLookup:
         if location is _ABSENT:
             return None
         needs_value = _needs_value(operation)
-        # Finding a mutation costs more than all else here. When nothing has expired, an item that
-        # need only exist exists.
+        # Finding a mutation costs more than the rest of this function. When nothing has expired, an
+        # item that need only exist exists.
         needs_item = needs_value or self._expiries.is_due(now)
         if location is _MEMORY:
             item: Mutation | None = self._snapshots.find(seq) if needs_item else _EXISTING_ITEM
@@ -220,7 +220,7 @@ class ItemLookup:
     def _fetched_item(
         key: bytes, seq: int, fetched_items: FetchedItems, *, needs_value: bool
     ) -> Mutation | None:
-        """What was fetched for `key`, if it serves; else `NOT_FETCHED`.
+        """What was fetched for `key`, if it can be used; otherwise `NOT_FETCHED`.
 
         Args:
             key: The key.

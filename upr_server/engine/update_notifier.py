@@ -25,7 +25,7 @@ class UpdateNotifier:
 
     def notify_batch(self, batch: MutationBatch, result: MutateResult) -> None:
         """Tells the observer that a batch was taken in. O(rows) where one of them may be a design
-        document's, else O(1)."""
+        document's; otherwise O(1)."""
         if self._on_update is not None:
             may_hold_designs = batch.columns.may_hold_designs
             self._on_update(_design_keys(batch, result) if may_hold_designs else (), 1)

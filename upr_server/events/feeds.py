@@ -1,7 +1,7 @@
 """Event feeds: answers consumers that ask over connections, batch by batch.
 
 A consumer asks for a batch, and its next question acknowledges it. So each consumer has one batch
-in memory, and all else is counted in its queue, where a slow consumer costs no more than a quick
+in memory. Everything else is counted in its queue, where a slow consumer costs no more than a quick
 one. A batch that was not acknowledged, because the connection broke for instance, is told again.
 """
 

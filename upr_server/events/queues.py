@@ -35,12 +35,12 @@ _UPDATED: Final = int(EventKind.UPDATED) | _DESIGN
 # Plain numbers: an enum's operators are slow.
 
 COUNTERS_MAX: Final = 16 * 1024
-"""Of so many buckets a queue counts what became of them while its consumer does not ask: some 6 MB.
-A node has a few hundred buckets, but there is no bound for those that are created and deleted
-again. A consumer that has missed more has to look at everything."""
+"""How many buckets a queue counts events of while its consumer does not ask: some 6 MB. A node has
+a few hundred buckets, but there is no bound for those that are created and deleted again. A
+consumer that has missed more has to look at everything."""
 
 _KINDS_REMEMBERED_MAX: Final = 1024
-"""Of how many buckets a queue remembers what its filters say of them."""
+"""For how many buckets a queue remembers what its filters say about them."""
 
 
 class TooManyConsumersError(UprError):

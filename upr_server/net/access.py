@@ -83,7 +83,7 @@ USE: Final = EVERY_RIGHT - {Right.SECURE}
 """A client with any of these on a bucket may know that it is there, and how far it has come."""
 
 ANY_BUCKET: Final = "*"
-"""In the place of a bucket's name: whichever. No bucket has this name."""
+"""Stands for any bucket where a bucket's name is expected. No bucket has this name."""
 
 
 class Access:
@@ -145,7 +145,7 @@ class Access:
 
     def loses_rights(self) -> bool:
         """Whether the client has lost a right on its bucket, or its user, since this was asked
-        last. O(1), where others have the same rights; else O(grants)."""
+        last. O(1) where others have the same rights; otherwise O(grants)."""
         if self._generation != self._users.generation:
             self._refresh()
         has_lost_a_right, self._has_lost_a_right = self._has_lost_a_right, False

@@ -82,7 +82,7 @@ class UnfinishedFrame:
             self._is_reading = False
 
     def set_held_bytes(self, nbytes: int, now: float, *, is_new: bool) -> None:
-        """The connection holds so many bytes of a frame, and is read from `now` on.
+        """Notes that the connection holds so many bytes of a frame, and is read from `now` on.
 
         Args:
             nbytes: How many; 0 when no frame has begun.
@@ -141,8 +141,8 @@ class FrameBudget:
       is read in any case, so that frames come to their ends.
 
     Frames are dropped some at a time, as it takes long to return memory to the system. No other
-    unfinished frame is read before all of them are: else more could come in a turn of the loop than
-    is dropped in it.
+    unfinished frame is read before all of them are dropped. Otherwise more could come in a turn of
+    the loop than is dropped in it.
 
     Args:
         limit: How many bytes.

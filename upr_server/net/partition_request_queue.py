@@ -119,7 +119,7 @@ class PartitionRequestQueue:
 
     def has_earlier(self, client: QueuedClient) -> bool:
         """Whether a request of `client` would have to wait behind others."""
-        # The lock's owner has a queue until it has let go of it.
+        # The owner of the lock has a queue until it has released the lock.
         return bool(self._queues) and (client in self._queues or self._answer_lock.locked())
 
     def submit(self, client: QueuedClient, request: PartitionRequest) -> None:
@@ -149,8 +149,9 @@ class PartitionRequestQueue:
                 except _LargeError:
                     is_large = True
                 if is_large:
-                    # Outside of the handler: the error holds what was read. Each request of the
-                    # connection could hold a large item while it waits for its turn.
+                    # This waits outside of the `except` block, as the error holds what was read.
+                    # Otherwise each request of the connection could hold a large item while it
+                    # waits for its turn.
                     await self._run_large(client.backlog, queue[0])
                 request = queue.popleft()
                 client.backlog.request_dequeued(request.nbytes)
@@ -183,8 +184,9 @@ class PartitionRequestQueue:
     async def _fetch_and_apply(
         self, request: PartitionRequest, backlog: ConnectionBacklog | None
     ) -> bool:
-        """Returns whether the request was applied. Else the partition has begun again, as a replica
-        that has become active meanwhile, and what was fetched for the request does not count."""
+        """Returns whether the request was applied. If not, the partition has begun again, as a
+        replica that has become active meanwhile, and what was fetched for the request does not
+        count."""
         # One pin for all reads and turns of the request: what the first read brought is used only
         # after the last, and a key that changed meanwhile must still be found in the table.
         eviction = self._partition.eviction
@@ -236,7 +238,7 @@ class PartitionRequestQueue:
 
 def _take_large_turn(backlog: ConnectionBacklog) -> trio.StrictFIFOLock:
     """Takes the turn of a request that has read much, if nobody else has it and the peer takes its
-    replies; else raises `_LargeError`."""
+    replies; otherwise raises `_LargeError`."""
     if backlog.large_turns.locked() or not backlog.has_reply_room:
         raise _LargeError
     backlog.large_turns.acquire_nowait()

@@ -32,8 +32,8 @@ class DurabilityTarget(msgspec.Struct, frozen=True):
 
     Attributes:
         durability: The level.
-        copies: How many replicas beside the active, for the replicated levels; else 0.
-        deadline: When replicas are waited for no more.
+        copies: How many replicas beside the active node, for the replicated levels; otherwise 0.
+        deadline: When to stop waiting for replicas.
     """
 
     durability: Durability

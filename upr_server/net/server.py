@@ -213,7 +213,8 @@ class ConnectionServer:
         return streams_in_steps(streams())
 
     def _leave_bucket(self, bucket: Bucket) -> Iterator[None]:
-        # None can open it any more. Until its step comes, a connection goes on as before.
+        # No connection can open the bucket any more. Until its step comes, a connection goes on as
+        # before.
         for connection in list(self.connections):
             if connection.context.bucket is bucket:
                 yield from connection.context.leave_bucket()

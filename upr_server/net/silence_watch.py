@@ -74,10 +74,10 @@ class SilenceWatch:
             )
             self._wake()
         while session.state is not SessionState.CLOSED:
-            # Whatever was said or heard meanwhile has moved it on.
+            # What was said or heard meanwhile has moved the deadline on.
             await trio.sleep_until(session.keep_alive.next_check())
             if not self._writer.is_idle:
-                # How long a peer may take nothing is the writer's to say.
+                # The writer decides how long a peer may take nothing.
                 await trio.sleep(BUSY_S)
             elif trio.current_time() >= session.keep_alive.next_check():
                 await self._turns.take_turn(1)

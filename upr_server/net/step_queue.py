@@ -24,8 +24,8 @@ class StepQueue(ABC, Generic[T]):
         self._is_running = False
 
     def add(self, item: T) -> None:
-        """Has the work for `item` done in one of the next turns. Before `run`, and after it, all is
-        done at once."""
+        """Has the work for `item` done in one of the next turns. Before `run` begins, and after it
+        has ended, all of it is done at once."""
         self._items.append(item)
         if self._is_running:
             self._has_items.notify()

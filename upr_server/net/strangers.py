@@ -1,6 +1,7 @@
 """Strangers: connections whose clients have not said `Hello`, or not logged in where they must.
 
-Anybody can have as many as there may be connections, and again when the server has shown them out.
+Anybody can open as many as the server allows connections, and can open them again when the server
+has closed them.
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ class Strangers:
         self._counts[network] += 1
 
     def discard(self, connection: object) -> None:
-        """The client of a connection is no stranger any more, or has gone. Again does nothing."""
+        """Notes that the client of a connection is no stranger any more, or has gone. Calling it
+        again does nothing."""
         network = self._networks.pop(connection, None)
         if network is not None:
             self._counts[network] -= 1

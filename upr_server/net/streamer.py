@@ -252,8 +252,9 @@ class Streamer:
         )
         if isinstance(decision, _StreamRefusal):
             return
-        # A client that was cut inside a snapshot is at no end before that is over, whatever number
-        # it has: older values may be missing of keys that changed again further on in it.
+        # A client whose connection broke inside a snapshot is consistent only at that snapshot's
+        # end, whatever number it has: it may lack older values of keys that changed again later in
+        # the snapshot.
         if max(request.end_seq, decision.end_at_least) <= decision.seq:
             self._session.send(
                 StreamEnd(partition=partition.id, opaque=request.opaque, status=Status.END_REACHED)
@@ -264,8 +265,8 @@ class Streamer:
             disk, partition, reader, request.opaque, request.end_seq, request.key_prefix
         )
         if request.with_answers:
-            # Answers count from a snapshot's end on. Of a snapshot that the replica was cut in it
-            # may have got some already, but has taken in none.
+            # Answers count from a snapshot's end on. If the connection broke inside a snapshot, the
+            # replica may have got some of its answers, but has taken in none.
             stream.answers_from = request.position.last_complete
             stream.lacks_earlier_answers = stream.answers_from > 0
         self._streams[partition.id] = stream
@@ -389,7 +390,7 @@ class Streamer:
             if is_open and self._send_whole(stream):
                 continue
             if not is_open and not stream.only_end_is_missing:
-                # This partition keeps its turn, so the cycle continues in order.
+                # This partition keeps its turn, so that the cycle continues in order.
                 return
             if not self._advance(stream):
                 return
@@ -411,7 +412,7 @@ class Streamer:
             # One frame for the whole snapshot has neither of the two: the client takes them from
             # the stream's last `PartitionStart`.
             stream.last_start != (partition.failover_log.current, partition.purge_seq)
-            # What takes the place of a snapshot that was cut has a start of its own.
+            # What replaces an interrupted snapshot has a start of its own.
             or session.streams[partition.id].state is not _BETWEEN
         ):
             return False
@@ -433,8 +434,8 @@ class Streamer:
     def _put(self, stream: _Stream, item: CursorItem | ReaderWait | None) -> bool:
         session, partition = self._session, stream.partition
         if stream.reader.reads_disk:
-            # The disk reads on when the item has been sent, not now. Else a consumer that does not
-            # read would have its whole backfill in memory.
+            # The disk reads on when the item has been sent, not now. Otherwise a consumer that does
+            # not read would have its whole backfill in memory.
             self.disk_streams[stream] = None
         if isinstance(item, Chunk):
             chunk = self._select(stream, item)

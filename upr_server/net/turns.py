@@ -11,8 +11,9 @@ SLICE_S: Final = 0.001
 """How long one peer's requests are answered before others have their turn."""
 
 LONG_STEP_S: Final = 0.0005
-"""A step that takes so long counts as long: of hundreds of connections with such steps only some
-have one in a turn of the loop, while others are answered in each."""
+"""A step that takes at least this time counts as long. If hundreds of connections have long steps,
+only some of them have one in each turn of the loop; other connections are answered in every
+turn."""
 
 TURN_READ_BYTES: Final = 2 * 1024 * 1024
 """Bytes after which no large read begins in the same turn of the loop. A MiB takes about a
@@ -48,7 +49,8 @@ HANDSHAKE_LANES: Final = 2
 """Handshakes that have their turn together."""
 
 HANDSHAKES_QUEUED_MAX: Final = 2 * HANDSHAKE_LANES
-"""Handshakes of one network that wait in the queue of all: for each lane one, and the next."""
+"""How many handshakes of one network wait in the queue of all: one for each lane, and the next
+one."""
 
 
 class TurnCounter(Protocol):

@@ -104,8 +104,8 @@ class UserUsage:
 
     @contextmanager
     def acquiring_lease(self, bucket: str, lease_id: int, now: float) -> Iterator[None]:
-        """Checks that the user may have a lease, which is acquired or renewed in the context. To
-        ask again for one makes no second one.
+        """Checks that the user may have a lease, which is acquired or renewed in the context. A
+        repeated request for the same lease does not count twice.
 
         Args:
             bucket: The lease's bucket.

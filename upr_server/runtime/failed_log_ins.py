@@ -7,8 +7,8 @@ from ipaddress import IPv6Address, ip_address
 from typing import Final
 
 FAILURE_DELAY_S: Final = 1.0
-"""How late a failed attempt is answered. A person does not mind; and connections wait, which are
-counted and end by themselves."""
+"""How late a failed attempt is answered. A person hardly notices it. What waits is a connection,
+which counts in the limits and ends by itself."""
 
 FAILURES_MAX: Final = 10
 """Attempts of one host that may fail at once; each comes back after `FAILURE_DELAY_S`."""
@@ -62,8 +62,8 @@ class FailedLogIns:
 
 
 def network_of(peer: str) -> str:
-    """Whose failures count together: an address, or all those that begin like an IPv6 address, of
-    which everybody has more than can be counted.
+    """The name under which failures are counted: an address of IPv4, or the network of an IPv6
+    address, as everybody there has too many addresses to count.
 
     Args:
         peer: The address, a colon, and the port.

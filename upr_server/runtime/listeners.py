@@ -34,8 +34,8 @@ class BoundListeners:
 
 
 def parse_listen(listen: str) -> tuple[str, int]:
-    """The host and port of the setting `listen`, which is `HOST:PORT`. Without a host it is this
-    machine alone: nobody is authenticated, so a wider address must be written out.
+    """The host and port of the setting `listen`, which is `HOST:PORT`. Without a host, only this
+    machine can connect: as nobody may have to log in, a wider address must be written out.
 
     Raises:
         ConfigError: It is something else.

@@ -106,8 +106,9 @@ def entries_to_collapse(
     while first_index and not entries[first_index].front_count and not (shortest and is_enough):
         older = entries[first_index - 1]
         size = older.snapshot.nbytes
-        # No older one that is more than twice as large: to copy it for the few bytes of the newer
-        # ones would cost more than it frees. So each mutation is copied only a few times.
+        # An older snapshot that is more than twice as large is left out: to copy it for the few
+        # bytes of the newer ones would cost more than it frees. So each mutation is copied only a
+        # few times.
         if older.inside_count or size > 2 * total_bytes or size > bytes_max - total_bytes:
             break
         first_index, newer_bytes, total_bytes = first_index - 1, total_bytes, total_bytes + size
@@ -119,7 +120,7 @@ def entries_to_collapse(
 
 def entries_to_join(entry: SnapshotEntry) -> list[SnapshotEntry]:
     """The run of small closed snapshots that begins with `entry`, if it is worth putting together
-    before it is written to disk; else nothing. O(run)."""
+    before it is written to disk; otherwise an empty list. O(run)."""
     run: list[SnapshotEntry] = []
     total_bytes, last = 0, entry
     while (

@@ -81,7 +81,7 @@ class Cursor:
         seq: Everything up to this number was handed on.
         is_droppable: Whether it may be dropped at all.
         entry: Where it stands. For the snapshot list and the manager, as are the next two.
-        at_front: Whether it is counted as at the front of `entry`; else it is inside.
+        at_front: Whether it is counted as at the front of `entry`; if not, it is inside.
         held_entries: Entries in which it is counted as inside, oldest first.
     """
 

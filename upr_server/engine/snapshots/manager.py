@@ -305,10 +305,10 @@ class MutationManager:
         """Has snapshots collapsed that cursors have left and that are too few and too small to be
         collapsed at once: any two small neighbours of like size.
 
-        To be called from time to time. Were every two collapsed as soon as a cursor leaves, a
+        To be called from time to time. If every two were collapsed as soon as a cursor leaves, a
         consumer that follows small writes would cost a collapse for each.
 
-        O(1) unless a cursor has moved since the last call, else O(snapshots).
+        O(1) if no cursor has moved since the last call; otherwise O(snapshots).
         """
         if not self._has_released:
             return
@@ -341,7 +341,7 @@ class MutationManager:
     def _released(self, entry: SnapshotEntry) -> None:
         """A cursor has left `entry`."""
         self._has_released = True
-        # As the first that `_consider` asks: the next reader is mostly still to come.
+        # This comes first, as in `_consider`: most of the time the next reader is still to come.
         if not entry.inside_count:
             self._consider(entry)
 

@@ -122,7 +122,8 @@ class OpenSnapshot:
             return
         documents, counters, count = self._documents, self._counters, high - low
         rows, skip_flags = self.rows, documents.skip_flags
-        # First the memory: without rows the keys would have numbers that others get.
+        # The memory is taken first: if that fails after the keys were entered, they have numbers
+        # that later mutations get.
         arrays = documents.prepare_rows(chunk, low, high, first_seq, first_cas)
         skip_flags.extend(first_seq, count)
         # A superseded number may be a counter's, which has no flag. While there are any, the table

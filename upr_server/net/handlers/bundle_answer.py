@@ -58,8 +58,8 @@ class BundleAnswer:
 
         Args:
             lines: What became of them, as the kernel said.
-            is_finished: Whether they are as durable as was asked; else `finish_line` says so of
-                each.
+            is_finished: Whether they are as durable as was asked; if not, `finish_line` is called
+                for each.
         """
         self._lines = lines
         if is_finished:

@@ -49,7 +49,7 @@ def next_events(context: RequestContext, request: NextEvents) -> None:
                 wait_s=min(request.wait_ms / 1000, request.timeout_s / 2),
                 rights=context.access.grants,
             )
-            # An answer without events is acknowledged as any other, and the next question follows.
+            # An answer without events is acknowledged as any other, by the next question.
             visible_events = await _visible(context, bucket_events)
         finally:
             context.is_asking_for_events = False
@@ -71,8 +71,8 @@ async def _visible(
 
 
 def _own_name(context: RequestContext, consumer: str) -> str:
-    """The consumer's name in the queues: consumers of two users are two, whatever their names. Else
-    one user could take what another one waits for."""
+    """The consumer's name in the queues: consumers of two users are two, whatever their names.
+    Otherwise one user could take what another one waits for."""
     user_name = context.access.user_name
     return consumer if user_name is None else f"{consumer}@{user_name}"
 

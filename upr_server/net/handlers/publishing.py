@@ -368,7 +368,7 @@ class _BundleRequest(OrderedReply):
                     "there; change less at a time",
                 )
             if not run.evaluation.is_done:
-                # Should the disk not be readable, the run is never applied: what its publisher has
+                # If the disk cannot be read, the run is never applied. Then what its publisher has
                 # sent behind it must not be applied either.
                 partition.repeated_batches.note_refused(batch.token)
                 return fetch_requests or UNFINISHED
@@ -377,8 +377,8 @@ class _BundleRequest(OrderedReply):
 
     def _check_rights(self, batch: MutationBatch, partition: Partition) -> None:
         """Raises `ServerError` when the client may not change the keys any more: the right was
-        revoked while the run waited. Once for all runs after each change of users: O(bytes of the
-        bundle's keys) then, and else O(1)."""
+        revoked while the run waited. The keys are looked at once for all runs after each change of
+        users: O(bytes of the bundle's keys) then; otherwise O(1)."""
         context = self._context
         if context.users.generation != self._generation:
             self._generation, self._rights_error = context.users.generation, None

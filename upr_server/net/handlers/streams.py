@@ -40,8 +40,8 @@ def open_bucket(context: RequestContext, request: Open) -> Iterator[None] | None
 
 def _tell_partitions(context: RequestContext, request: Open, bucket: Bucket) -> Iterator[None]:
     numbers = request.partitions or range(len(bucket.partitions))
-    # That of the map which the partitions follow now. A client that is told of a newer map then
-    # sees that some may be described as they were under an older one.
+    # This is the revision of the map that the partitions follow now. A client that is told of a
+    # newer map then sees that some may be described as they were under an older one.
     map_revision = context.partition_maps.settled_revision(bucket.name)
     for index, partition_number in enumerate(numbers):
         if index % SLICE_PARTITIONS == FIRST_PARTITIONS:
