@@ -433,13 +433,13 @@ async def test_a_replica_undoes_changes_that_the_new_active_never_had(
     new_histories: list[HistoryId] = []
     run = Commit.run
 
-    def noted(commit: Commit, bucket: BucketStorage) -> None:
+    def noted(commit: Commit, bucket: BucketStorage) -> dict[int, str]:
         new_histories.extend(
             HistoryId(history)
             for write in commit.writes
             for history, _ in write.record.failover_log
         )
-        run(commit, bucket)
+        return run(commit, bucket)
 
     monkeypatch.setattr(Commit, "run", noted)
     async with cluster(undo_mutations=undo_mutations) as group:

@@ -8,12 +8,14 @@ import pytest
 import trio
 import trio.testing
 
+from tests.kit.held_store import HeldStore
 from tests.kit.placed_keys import key_in
 from tests.server.test_connection import P0, Peer, sets
 from tests.server.test_durability import (
     BUCKET,
     K0,
     K1,
+    MEMORY,
     P1,
     PERSISTED,
     answer_to,
@@ -27,7 +29,17 @@ from tests.server.test_durability import (
 from upr_protocol.chunk import Chunk, Mutation
 from upr_protocol.errors import Status
 from upr_protocol.ids import Operation
-from upr_protocol.wire import Get, GetReply, MutateReply, Refusal
+from upr_protocol.wire import (
+    Await,
+    Get,
+    GetReply,
+    Go,
+    Message,
+    MutateReply,
+    PartitionEnd,
+    Refusal,
+    StreamEnd,
+)
 from upr_server.storage.chunk_log import ChunkLog
 from upr_server.storage.online import flusher
 from upr_server.storage.records import (
@@ -123,9 +135,79 @@ async def test_a_stop_beside_a_damaged_partition_is_clean_if_the_stop_before_was
     for _ in range(2):
         store = SimulatedStore(store.directory)
         async with serving(store) as server, speaking(server) as peer:
-            await peer.say(Get((K0,), partition=P0, opaque=peer.opaque()))
-            refusal = await peer.hear(Refusal)
-            assert refusal.status == Status.DAMAGED
-            assert "partition 0 is not served, because it is damaged" in refusal.sentence
+            await assert_refused(peer)
             assert await value_of(peer, K1, P1) == b"v"
         assert (CLEAN_STOP in log.keys()) == was_clean  # noqa: SIM118
+
+
+async def test_a_partition_that_is_damaged_while_it_is_served_is_refused_and_no_other(
+    autojump_clock: trio.testing.MockClock,
+) -> None:
+    store = HeldStore()
+    log, key_1 = None, key_in(1, 2, b"other")
+    with trio.fail_after(PROMPT_S):
+        async with (
+            serving(store) as server,
+            speaking(server) as peer,
+            speaking(server) as waiting,
+            speaking(server) as consumer,
+        ):
+            store.released.set()
+            for key, partition in ((K0, P0), (K1, P1)):
+                await answer_to(peer, await send(peer, sets(key), PERSISTED, partition))
+            await consumer.ask()
+            await consumer.say(Go())
+            await consumer.hear(PartitionEnd)
+            store.released = trio.Event()
+            log, _ = store.directory.disks[BUCKET]
+            log.flip_bit(partition_key(PARTITION, 0), 60)
+            in_memory = await answer_to(peer, await send(peer, sets(OTHER), MEMORY))
+            assert isinstance(in_memory, MutateReply)
+            (run,) = in_memory.runs
+            wait = Await(
+                run.history_id, run.last_seq, 1 << 31, PERSISTED, partition=P0,
+                opaque=waiting.opaque(),
+            )  # fmt: skip
+            await waiting.say(wait)
+            refused = await send(peer, sets(NEVER), PERSISTED)
+            accepted = await send(peer, sets(key_1), PERSISTED, P1)
+            store.released.set()
+            answers: dict[int, Status] = {}
+            while len(answers) < 2:
+                answer = await peer.hear(Message)
+                if isinstance(answer, MutateReply | Refusal):
+                    answers[answer.opaque] = status_of(answer)
+            assert answers == {refused: Status.TEMPORARY_FAILURE, accepted: Status.OK}
+            refusal = await waiting.hear(Refusal)
+            assert refusal.status == Status.DAMAGED
+            # Its consumers are sent away, and told why when they come back.
+            assert (await consumer.hear(StreamEnd)).status == Status.STATE_CHANGED
+            assert (await consumer.ask()).status == Status.DAMAGED
+            await assert_refused(peer)
+            for level in (MEMORY, PERSISTED):
+                answer = await answer_to(peer, await send(peer, sets(OTHER), level))
+                assert status_of(answer) is Status.DAMAGED
+                answer = await answer_to(peer, await send(peer, sets(K1), level, P1))
+                assert status_of(answer) is Status.OK
+            await trio.sleep(INDEXED_S)
+            figures = (await statistics(peer))["disk"]
+            assert figures["damaged_partitions"] == [0]
+            assert figures["unindexed_mutations"] == 0
+            # What cannot be put on disk can leave memory.
+            (bucket,) = server.catalog.disks
+            assert bucket.partitions[0].snapshots.can_free
+            bucket.check_invariants()
+    assert log is not None
+    # Should the record be readable again, the partition must begin a new history.
+    assert CLEAN_STOP not in log.keys()  # noqa: SIM118
+    async with serving(SimulatedStore(store.directory)) as server, speaking(server) as peer:
+        await assert_refused(peer)
+        assert await value_of(peer, key_1, P1) == b"v"
+
+
+async def assert_refused(peer: Peer) -> None:
+    """The first partition is not read."""
+    await peer.say(Get((K0,), partition=P0, opaque=peer.opaque()))
+    refusal = await peer.hear(Refusal)
+    assert refusal.status == Status.DAMAGED
+    assert "partition 0 is not served, because it is damaged" in refusal.sentence

@@ -66,6 +66,7 @@ class CommitLog(Store):
         await trio.sleep(self.commit_s)
         if self.is_full:
             raise DiskFullError("no room")
+        return {}
 
     @property
     def begins(self) -> list[float]:
@@ -114,7 +115,9 @@ async def running(
     """A flusher of a bucket, at the time 0 of the clock."""
     bucket = bucket or new_bucket(partitions)
     store, commit_times = CommitLog(commit_s), list[float]()
-    flusher = Flusher(store, bucket, lambda: commit_times.append(trio.current_time()))
+    flusher = Flusher(
+        store, bucket, lambda: commit_times.append(trio.current_time()), lambda _: iter(())
+    )
     async with trio.open_nursery() as nursery:
         nursery.start_soon(flusher.run)
         yield Running(bucket, store, flusher, commit_times)
@@ -661,7 +664,7 @@ async def test_a_stop_writes_everything_at_once_however_far_behind_the_index_is(
 ) -> None:
     monkeypatch.setattr(flusher_module, "UNINDEXED_MAX", 0)
     store, bucket = CommitLog(), new_bucket(2)
-    flusher = Flusher(store, bucket, lambda: None)
+    flusher = Flusher(store, bucket, lambda: None, lambda _: iter(()))
     async with trio.open_nursery() as nursery:
         nursery.start_soon(flusher.run)
         put(bucket.partitions[0], b"a")

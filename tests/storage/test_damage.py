@@ -19,6 +19,7 @@ from upr_server.storage.bucket_storage import BucketStorage, MaintenanceStep
 from upr_server.storage.errors import CorruptionError
 from upr_server.storage.partition_write import PartitionWrite
 from upr_server.storage.records import (
+    PARTITION,
     WATERMARK,
     BucketRecord,
     chunk_key,
@@ -69,6 +70,9 @@ class DamagedBucket:
 
     def flip_chunk(self, partition: int, end: int) -> None:
         self._log.flip_bit(chunk_key(partition, end), self._random.randrange(8 * 100))
+
+    def flip_record(self, partition: int) -> None:
+        self._log.flip_bit(partition_key(PARTITION, partition), self._random.randrange(8 * 8))
 
     def flip_entry(self, partition: int, key: bytes) -> None:
         self._index.flip_bit(index_entry_key(partition, key), self._random.randrange(8 * 16))
@@ -294,3 +298,29 @@ def test_a_damaged_expiry_record_keeps_no_other_item_from_expiring() -> None:
     first = items[0]
     bucket.flip_expiry(first.expiry, first.partition, first.seq)
     assert bucket.storage.index.find_expired(20, b"", 100) == (items[1:], b"")
+
+
+def test_a_record_that_is_damaged_while_it_is_in_use_refuses_its_partition_alone() -> None:
+    bucket = DamagedBucket(Random(1))
+    for partition in range(PARTITIONS):
+        bucket.commit(partition)
+    bucket.flip_record(1)
+    end = 2 * CHUNK_ROWS
+    writes = [
+        PartitionWrite(partition, record_of(end), [chunk_of([], CHUNK_ROWS, end)])
+        for partition in range(PARTITIONS)
+    ]
+    damages = bucket.storage.commit(writes)
+    assert list(damages) == [1]
+    assert "mismatch" in damages[1]
+    assert bucket.damaged_partitions() == [1]
+    # Nothing is done with it any more, and the others are maintained.
+    assert bucket.maintain() == []
+    with pytest.raises(CorruptionError, match="is not written to"):
+        bucket.storage.commit(writes[1:2])
+    for partition in (0, 2):
+        assert bucket.storage.log.high_seq(partition) == end
+        bucket.check(partition)
+    stored_bucket = bucket.restart()
+    assert [bool(partition.damage) for partition in stored_bucket.partitions] == [0, 1, 0]
+    assert bucket.storage.commit([]) == {}

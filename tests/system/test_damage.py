@@ -306,6 +306,41 @@ async def test_a_damaged_record_refuses_its_partition_and_no_other(
     assert damaged_records(data) == before
 
 
+async def test_a_partition_that_is_damaged_while_the_server_runs_is_refused_and_no_other(
+    tmp_path: Path,
+) -> None:
+    data = tmp_path / "data"
+    expected = {
+        key: value
+        for items in (FIRST, SECOND)
+        for key, value in items.items()
+        if key not in in_partition(items)
+    }
+    errors = [REFUSED_PARTITION, "mutations in memory are lost"]
+    async with server_process(data_dir=data, errors=errors) as server:
+        async with connect(server.url()) as client:
+            await client.create_bucket(BUCKET, PARTITIONS)
+        await write(server, FIRST)
+        flip_record(data, PARTITION)
+        with pytest.raises(PublishError, match="damaged"):
+            await write(server, SECOND)
+        (event,) = await server.logged(REFUSED_PARTITION)
+        assert (event["bucket"], event["partition"]) == (BUCKET, DAMAGED)
+        # The publisher has given up.
+        await write(server, {key: value for key, value in SECOND.items() if key in expected})
+        async with connect(server.url(BUCKET)) as client:
+            await assert_refused(server, client)
+            other = next(key for key in FIRST if key in expected)
+            await client.set(other, FIRST[other])
+            assert_same(await server_contents(client, expected), expected, PARTITIONS)
+    async with (
+        server_process(data_dir=data, errors=[REFUSED_PARTITION]) as server,
+        connect(server.url(BUCKET)) as client,
+    ):
+        await assert_refused(server, client)
+        assert_same(await server_contents(client, expected), expected, PARTITIONS)
+
+
 async def test_a_damaged_lease_is_lost_and_no_other(tmp_path: Path) -> None:
     data = tmp_path / "data"
     async with server_process(data_dir=data) as server, connect(server.url()) as client:

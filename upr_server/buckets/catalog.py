@@ -20,6 +20,7 @@ from upr_server.engine import (
     BucketError,
     BucketObserver,
     Buckets,
+    Partition,
     PartitionImage,
     check_bucket,
 )
@@ -129,10 +130,12 @@ class BucketCatalog:
         self._rest_s = rest_s
         self._maps: MapLifecycle
         self._nursery: trio.Nursery
-        # After an unclean stop, a damaged partition has begun no new history. Should its record be
-        # readable at the next start, it must begin one: until then no stop counts as clean.
+        # After an unclean stop, a damaged partition has begun no new history; and one that was
+        # found damaged later lacks on disk what others have. Should its record be readable at the
+        # next start, it must begin one: until then no stop counts as clean.
         self._unsettled: set[Bucket] = set()
         self._on_delete: list[Callable[[Bucket], Iterator[None]]] = []
+        self._on_damage: list[Callable[[Bucket, Partition], Iterator[None]]] = []
         # Buckets are created and deleted one after the other.
         self._lock = trio.Lock()
 
@@ -381,6 +384,7 @@ class BucketCatalog:
             leases=leases,
             damaged_leases=damaged_leases,
             on_memory_freed=self._upkeep.try_relief_again,
+            on_damage=self._note_refused,
             rest_s=self._rest_s,
             nursery=self._nursery,
         )
@@ -393,6 +397,23 @@ class BucketCatalog:
         """Has `callback` called with each bucket that is deleted, and its steps made before the
         bucket's disk is given up; others have their turn between them."""
         self._on_delete.append(callback)
+
+    def call_on_damage(self, callback: Callable[[Bucket, Partition], Iterator[None]]) -> None:
+        """Has `callback` called with each partition that is refused while it is served, as a record
+        of it is damaged, and its steps made; others have their turn between them."""
+        self._on_damage.append(callback)
+
+    def _note_refused(self, bucket: Bucket, partition: Partition) -> Iterator[None]:
+        log.error(
+            "damaged partition; the others are served; run upr-server check",
+            bucket=bucket.name,
+            partition=partition.id,
+            damage=partition.damage,
+        )
+        # Some of what it gave to others is not on disk.
+        self._unsettled.add(bucket)
+        for callback in self._on_damage:
+            yield from callback(bucket, partition)
 
     async def delete_bucket(self, name: str) -> None:
         """Deletes a bucket, and ends the streams of the clients that have it open. Cancelled, it is

@@ -87,7 +87,7 @@ class Partition:
         id: Its number.
         state: Only an active partition takes writes, and expires items.
         damage: Which of its records on disk is damaged; empty for none. Such a partition is dead,
-            and stays so.
+            and stays so. What it has in memory goes to those of its replicas that follow it.
         failover_log: The branches that led here.
         table: Key to number.
         rows: The kernel's part of the open snapshot, with the highest number and CAS.
@@ -470,6 +470,13 @@ class Partition:
             self.replicas.clear()
         self.state = state
         self.failover_log = failover_log
+        self._note_history()
+
+    def refuse(self, damage: str) -> None:
+        """A record of it on disk is damaged: it is dead from here on, and what it has in memory
+        only cannot be put on disk."""
+        self.damage, self.state = damage, PartitionState.DEAD
+        self.replicas.clear()
         self._note_history()
 
     def _note_history(self) -> None:

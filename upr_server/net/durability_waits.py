@@ -116,7 +116,7 @@ class _Group:
     @property
     def cannot_be_reached(self) -> bool:
         """Whether no number is expected to be reached any more."""
-        return not self.is_in_history or self.lacks_followers
+        return not self.is_in_history or self.lacks_followers or bool(self.partition.damage)
 
 
 class OwedBytes(Protocol):
@@ -297,6 +297,9 @@ class DurabilityWaits:
         elif not group.is_in_history:
             sentence = "the number belongs to another history now"
             error = ServerError(Status.HISTORY_CHANGED, sentence)
+        elif reached < request.seq and group.partition.damage:
+            sentence = f"partition {request.partition} is damaged: {group.partition.damage}"
+            error = ServerError(Status.DAMAGED, sentence)
         elif reached < request.seq and group.lacks_followers:
             # In this history another node may be active: there the client goes on waiting.
             state = group.partition.state.name.lower()

@@ -46,7 +46,10 @@ class DurabilityTarget(msgspec.Struct, frozen=True):
         return self.durability in (Durability.PERSISTED, Durability.REPLICATED_AND_PERSISTED)
 
     def reached_seq(self, partition: Partition) -> SeqNo:
-        """The number up to which a partition has reached this target."""
+        """The number up to which a partition has reached this target; 0 where that is about the
+        disk, and the partition is damaged there."""
+        if self.persists and partition.damage:
+            return SeqNo(0)
         seq = partition.manager.persistence.committed_seq if self.persists else partition.high_seq
         if self.copies:
             seq = min(seq, partition.replicas.seq_reached_by(self.copies, persisted=self.persists))

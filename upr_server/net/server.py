@@ -16,7 +16,7 @@ from upr_protocol.limits import HANDSHAKE_TIMEOUT_S
 from upr_protocol.transport import TlsStream, allow_unsent_bytes
 from upr_protocol.wire import Message
 from upr_server.buckets import BucketCatalog, Upkeep
-from upr_server.engine import Bucket
+from upr_server.engine import Bucket, Partition
 from upr_server.net.connection import AcceptedConnection
 from upr_server.net.credit import CreditShares
 from upr_server.net.log_in import LogInResources
@@ -110,6 +110,7 @@ class ConnectionServer:
         self._being_refused = 0
         self._started_at = trio.current_time()
         catalog.call_on_delete(self._leave_bucket)
+        catalog.call_on_damage(self._end_damaged)
         users.call_on_change(self._apply_rights)
         upkeep.count_memory(self._memory_bytes)
 
@@ -211,6 +212,11 @@ class ConnectionServer:
                 yield
 
         return streams_in_steps(streams())
+
+    def _end_damaged(self, bucket: Bucket, partition: Partition) -> Iterator[None]:
+        # Replicas go on: they take what this node has in memory only. A consumer's barrier must not
+        # come back from here once another node is active.
+        return self.end_streams(bucket, {partition.id}, Status.STATE_CHANGED, of_replicas=False)
 
     def _leave_bucket(self, bucket: Bucket) -> Iterator[None]:
         # No connection can open the bucket any more. Until its step comes, a connection goes on as

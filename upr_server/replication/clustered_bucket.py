@@ -130,7 +130,8 @@ class ClusteredBucket:
             changes = await self._prepare(new_map, states, demoted_logs)
         except UprError:
             for partition, failover_log in demoted_logs.items():
-                partition.change_state(PartitionState.ACTIVE, failover_log)
+                if not partition.damage:
+                    partition.change_state(PartitionState.ACTIVE, failover_log)
             with trio.CancelScope(shield=True):
                 await self.follow_map()
             raise

@@ -34,7 +34,7 @@ from upr_server.replication.received_snapshots import PublisherAnswer, ReceivedS
 from upr_server.replication.roles import STEP_PARTITIONS, ReplicationSource
 from upr_server.runtime import System, essential
 from upr_server.storage.calls import Commit, FindSnapshotEnd
-from upr_server.storage.errors import DiskFullError
+from upr_server.storage.errors import CorruptionError, DiskFullError
 from upr_server.storage.online.bucket_disk import BucketDisk
 from upr_server.storage.online.flusher import STEP_ANSWERS, take_answers
 from upr_server.storage.partition_write import PartitionWrite
@@ -445,7 +445,15 @@ class Replicator:
 
     async def _write_once(self, writes: list[PartitionWrite]) -> None:
         with self._disk.flusher.commit_under_way():
-            await self._disk.store.ask(Commit(self._disk.bucket.name, tuple(writes)))
+            name = self._disk.bucket.name
+            damages = await self._disk.store.ask(Commit(name, tuple(writes)))
+            if damages:
+                partition, damage = next(iter(damages.items()))
+                raise CorruptionError(
+                    f"partition {partition} of bucket {name}, which is replicated here, is "
+                    f"damaged: {damage}; start the server again: it refuses this partition then, "
+                    "and serves the others"
+                )
             self._commits += 1
             await self._move_partitions(writes)
 

@@ -265,25 +265,43 @@ class BucketStorage:
             pass
         return Watermark()
 
-    def commit(self, writes: Sequence[PartitionWrite]) -> None:
-        """Puts whole snapshots on disk; `ChunkLog.commit` says more.
+    def commit(self, writes: Sequence[PartitionWrite]) -> dict[int, str]:
+        """Puts whole snapshots on disk; `ChunkLog.commit` says more. A partition of which a damaged
+        record is met now is refused from here on, as one that is found damaged by `open`.
+
+        Returns:
+            What is damaged of such partitions, by partition. Nothing of them was written.
 
         Raises:
-            CorruptionError: A partition has a damaged record. Nothing was written.
+            CorruptionError: A partition is refused already. Nothing was written.
         """
         self._check_not_refused(write.partition for write in writes)
         try:
-            self.log.commit(writes)
+            damages = self.log.commit(writes)
         except DiskFullError:
             self._is_full = True
             raise
         self._is_full = False
         self._commits += 1
+        for partition, damage in damages.items():
+            self._refuse(partition, damage)
         for write in writes:
+            if write.partition in damages:
+                continue
             usage = self._partitions[write.partition]
             usage.high = write.record.high
             usage.purge_seq = max(usage.purge_seq, write.purge_seq)
             usage.chunk_bytes += sum(chunk.nbytes + STORED_OVERHEAD_BYTES for chunk in write.chunks)
+        return damages
+
+    def _refuse(self, partition: int, damage: str) -> None:
+        """Neither reads nor writes a partition any more: one of its records is damaged."""
+        if self._compaction is not None and self._compaction.partition == partition:
+            self._compaction = None
+        chunk_bytes = self._partitions[partition].chunk_bytes
+        self._partitions[partition] = _PartitionUsage(
+            SeqNo(0), SeqNo(0), Watermark(), chunk_bytes, damage, is_refused=True
+        )
 
     def put_partition_map(
         self, document: str, records: Sequence[tuple[int, PartitionRecord]]

@@ -241,13 +241,14 @@ class SaveUsers(StoreCall[None], frozen=True):
 # Changes.
 
 
-class Commit(BucketCall[None], frozen=True):
-    """Puts whole snapshots of any number of partitions on disk, all or none."""
+class Commit(BucketCall[dict[int, str]], frozen=True):
+    """Puts whole snapshots of any number of partitions on disk, all or none; but nothing of one
+    that has a damaged record. Answers what is damaged of such partitions, by partition."""
 
     writes: Sequence[PartitionWrite]
 
-    def run(self, bucket: BucketStorage) -> None:
-        bucket.commit(self.writes)
+    def run(self, bucket: BucketStorage) -> dict[int, str]:
+        return bucket.commit(self.writes)
 
 
 class DeleteAnswers(BucketCall[None], frozen=True):

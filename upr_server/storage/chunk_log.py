@@ -312,18 +312,28 @@ class ChunkLog(ChunkReader):
 
     # Writing.
 
-    def commit(self, writes: Sequence[PartitionWrite]) -> None:
-        """Puts whole snapshots on disk: all of it, or nothing.
+    def commit(self, writes: Sequence[PartitionWrite]) -> dict[int, str]:
+        """Puts whole snapshots on disk: all of it, or nothing; but nothing of a partition of which
+        a record that must change is damaged.
+
+        Returns:
+            What is damaged of such partitions, by partition.
 
         Raises:
             DiskFullError: There is not enough space; nothing has changed.
             StoreFailedError: The disk failed; whether anything has changed is unknown.
             ValueError: A chunk does not begin where the log ends.
         """
+        damages: dict[int, str] = {}
         with self.ordered_map.write(reserve_bytes=COMMIT_RESERVE_BYTES) as transaction:
             for write in writes:
                 partition = write.partition
-                end = self._record(transaction, partition).received_seq
+                try:
+                    end = self._record(transaction, partition).received_seq
+                    purge_seq = self._purge_seq(transaction, partition)
+                except CorruptionError as error:
+                    damages[partition] = str(error)
+                    continue
                 snapshot_ends = frozenset(write.ends)
                 for chunk in write.chunks:
                     if chunk.start != end:
@@ -339,9 +349,10 @@ class ChunkLog(ChunkReader):
                     raise ValueError(f"partition {partition} ends at {end}, not as {write.record}")
                 self._put_record(transaction, partition, write.record)
                 self._put_answers(transaction, partition, write.answers)
-                if write.purge_seq > self._purge_seq(transaction, partition):
+                if write.purge_seq > purge_seq:
                     key = partition_key(PURGE, partition)
                     transaction.put(key, pack_record(key, write.purge_seq))
+        return damages
 
     def _put_answers(
         self, transaction: WriteTransaction, partition: int, answers: Iterable[bytes]

@@ -56,7 +56,7 @@ def ignore_failed_fsync() -> Iterator[None]:
             if not isinstance(call, Commit) or getattr(self, "is_dead", False):
                 raise
             self.failed = type(self.failed)()
-            return None
+            return {}
 
     with (
         replaced(Store, "ask", ask),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Final, TypeVar
 
 import msgspec
@@ -71,6 +71,8 @@ class BucketDisk:
         leases: The leases that the disk has.
         damaged_leases: The IDs of those whose records are damaged.
         on_memory_freed: Called when memory may have become free.
+        on_damage: Called with each partition that is refused while it is served, as a record of it
+            is damaged, and its steps made; others have their turn between them.
         rest_s: How long maintenance leaves a bucket alone that needs nothing.
 
     Attributes:
@@ -100,13 +102,15 @@ class BucketDisk:
         leases: Sequence[LeaseRecord] = (),
         damaged_leases: Iterable[int] = (),
         on_memory_freed: Callable[[], None],
+        on_damage: Callable[[Bucket, Partition], Iterator[None]],
         rest_s: float = IDLE_S,
     ) -> None:
         self.store = store
         self.bucket = bucket
         self.memory = bucket.memory
         self._on_memory_freed = on_memory_freed
-        self.flusher = Flusher(store, bucket, self.note_committed)
+        self._on_damage = on_damage
+        self.flusher = Flusher(store, bucket, self.note_committed, self._note_refused)
         self.leases = LeaseBook(store, bucket, time, new_id, leases, damaged_leases)
         self.maintenance = Maintenance(
             store, bucket, self.flusher, self.leases, time, purge_age_s, on_memory_freed, rest_s
@@ -147,6 +151,10 @@ class BucketDisk:
         self.maintenance.note_committed()
         self._on_memory_freed()
         self.progress.notify()
+
+    def _note_refused(self, partition: Partition) -> Iterator[None]:
+        self.maintenance.note_refused(partition)
+        yield from self._on_damage(self.bucket, partition)
 
     async def run(self) -> None:
         """Writes mutations to disk until `stop`, and then what is left.

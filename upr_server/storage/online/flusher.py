@@ -98,6 +98,8 @@ class Flusher:
         store: The disk.
         bucket: The bucket.
         on_commit: Called after each commit.
+        on_damage: Called with each partition that is refused since a commit has met a damaged
+            record of it, and its steps made; others have their turn between them.
 
     Attributes:
         left_unindexed: How many mutations the index leaves out so that they can be undone. Commits
@@ -105,10 +107,17 @@ class Flusher:
         disk_full_reason: Why nothing can be written now; empty when it can.
     """
 
-    def __init__(self, store: Store, bucket: Bucket, on_commit: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        store: Store,
+        bucket: Bucket,
+        on_commit: Callable[[], None],
+        on_damage: Callable[[Partition], Iterator[None]],
+    ) -> None:
         self._store = store
         self._bucket = bucket
         self._on_commit = on_commit
+        self._on_damage = on_damage
         # Partitions with something to persist; a dict, so that they take turns.
         self._dirty_partitions: dict[PartitionId, None] = {}
         self._dirty_since = 0.0
@@ -134,15 +143,17 @@ class Flusher:
         for partition in bucket.partitions:
             partition.repeated_batches.answers.track_unsaved()
             cursor = partition.manager.persistence
-            cursor.subscribe(partial(self._is_dirty, partition.id))
+            cursor.subscribe(partial(self._is_dirty, partition))
             if cursor.poll():
-                self._is_dirty(partition.id)
+                self._is_dirty(partition)
 
-    def _is_dirty(self, partition: PartitionId) -> None:
+    def _is_dirty(self, partition: Partition) -> None:
+        if partition.damage:
+            return
         if not self._dirty_partitions:
             self._dirty_since = trio.current_time()
             self._wakeup.notify()
-        self._dirty_partitions[partition] = None
+        self._dirty_partitions[partition.id] = None
 
     def stop_notifying(self) -> None:
         """The bucket was deleted: nobody is told of commits any more."""
@@ -152,7 +163,9 @@ class Flusher:
 
     def call_when_persisted(self, partition: Partition, seq: SeqNo, call: OnPersisted) -> None:
         """Calls `call` when everything up to `seq` is on disk; perhaps at once."""
-        if partition.manager.persistence.committed_seq >= seq:
+        if partition.damage:
+            call(False)
+        elif partition.manager.persistence.committed_seq >= seq:
             call(True)
         elif self.disk_full_reason:
             call(False)
@@ -198,16 +211,17 @@ class Flusher:
                 count = 0
                 await trio.lowlevel.checkpoint()
 
-    async def refuse_callbacks(self) -> None:
-        """Answers all callbacks that durability cannot be promised now. Others have their turn in
-        between."""
+    async def refuse_callbacks(self, partition_id: PartitionId | None = None) -> None:
+        """Answers the callbacks of a partition, or all, that durability cannot be promised now.
+        Others have their turn in between."""
         count = 0
-        while self._callbacks:
-            partition_id, callbacks = next(iter(self._callbacks.items()))
+        while self._callbacks if partition_id is None else partition_id in self._callbacks:
+            next_id = next(iter(self._callbacks)) if partition_id is None else partition_id
+            callbacks = self._callbacks[next_id]
             # None is lost to a cancellation: those that are left are answered by the next call.
             callbacks.popleft()[1](False)
             if not callbacks:
-                del self._callbacks[partition_id]
+                del self._callbacks[next_id]
             count += 1
             if count % STEP_CALLS == 0:
                 await trio.lowlevel.checkpoint()
@@ -431,11 +445,42 @@ class Flusher:
         has."""
         with self.commit_under_way():
             try:
-                await self._store.ask(Commit(self._bucket.name, tuple(writes)))
+                damages = await self._store.ask(Commit(self._bucket.name, tuple(writes)))
             except DiskFullError as error:
                 return str(error) or "the disk is full"
+            # Before others have their turn: what they write there would be lost.
+            for partition_id, damage in damages.items():
+                self._refuse(PartitionId(partition_id), damage)
             await self._note_committed(writes)
+        for partition_id in damages:
+            await self._give_up(self._bucket.partitions[partition_id])
         return ""
+
+    def _refuse(self, partition_id: PartitionId, damage: str) -> None:
+        """Writes nothing of a partition any more: one of its records is damaged."""
+        partition = self._bucket.partitions[partition_id]
+        partition.refuse(damage)
+        self._dirty_partitions.pop(partition_id, None)
+        self._unfinished_partitions.pop(partition_id, None)
+        log.error(
+            "mutations in memory are lost",
+            bucket=self._bucket.name,
+            partition=partition_id,
+            reason=damage,
+            mutations=partition.high_seq - partition.manager.persistence.committed_seq,
+        )
+
+    async def _give_up(self, partition: Partition) -> None:
+        """Answers those who wait for a partition that is refused now. Then passes over what it has
+        in memory, as if that were on disk: else it could never be freed."""
+        await self.refuse_callbacks(partition.id)
+        for _ in self._on_damage(partition):
+            await trio.lowlevel.checkpoint()
+        cursor = partition.manager.persistence
+        while (item := cursor.next()) is not None:
+            if isinstance(item, SnapshotEndItem):
+                cursor.commit(item.end)
+            await trio.lowlevel.checkpoint()
 
     async def _note_committed(self, writes: list[PartitionWrite]) -> None:
         if self.disk_full_reason:

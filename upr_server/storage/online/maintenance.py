@@ -243,11 +243,23 @@ class Maintenance:
                 partition=partition,
                 error=step.damage,
             )
+        if self._bucket.partitions[partition].damage:
+            # It was refused while this step was made.
+            return
         if step.is_stuck:
             self._stuck_reasons.setdefault(partition, step.damage)
         else:
             self._stuck_reasons.pop(partition, None)
         self._flusher.set_index_stuck(partition, step.is_stuck)
+
+    def note_refused(self, partition: Partition) -> None:
+        """A partition is refused, as a record of it is damaged: its index follows its log no
+        further."""
+        self._stuck_reasons[partition.id] = partition.damage
+        self._flusher.set_index_stuck(partition.id, True)
+        self._progress.notify()
+        # The figures of its disk are to name it.
+        self.wake()
 
     def statistics(self) -> dict[str, object]:
         """Figures of the bucket's disk, as of the last step, and of what is left to do."""
