@@ -102,6 +102,17 @@ def test_indexes_are_made_listed_scanned_and_dropped(
     assert refusal.stderr == "upr: there is no index d/both; `upr index list` names all\n"
 
 
+def test_a_design_is_read_from_standard_input_or_a_file(run: Run, tmp_path: Path) -> None:
+    design = b'{"indexes": {"i": {"key": ["a"]}}}'
+    file = tmp_path / "design.json"
+    file.write_bytes(design)
+    for argument, text in (("-", design), (str(file), None)):
+        with a_node((200, b"{}")) as node:
+            created = run("index", "create", "d", argument, "--indexer", node.url, input=text)
+        assert created.stdout == "created d\n"
+        assert (node.paths, node.bodies) == (["/v1/designs/d"], [design])
+
+
 @pytest.mark.parametrize(
     ("options", "ids", "page_count"),
     [((), "ab", 2), (("--limit", "2"), "ab", 2), (("--limit", "1"), "a", 1)],

@@ -160,7 +160,7 @@ def a_node(*answers: tuple[int, bytes] | None) -> Iterator[Node]:
                 self.end_headers()
                 self.wfile.write(answer[1])
 
-        do_GET = do_POST = do_DELETE = _answer  # noqa: N815  the base class calls them so
+        do_GET = do_POST = do_PUT = do_DELETE = _answer  # noqa: N815  the base class calls them so
 
     with HTTPServer(("127.0.0.1", 0), Handler) as server:
         thread = threading.Thread(target=server.serve_forever)

@@ -17,6 +17,7 @@ from upr_protocol.cli.errors import BadInputError, RefusedError, say
 from upr_protocol.cli.output import print_json, print_line, print_table
 from upr_protocol.cli.parameters import json_option, number_type
 from upr_protocol.cli.security_options import SecurityCommand, security_of
+from upr_protocol.cli.standard_input import read_standard_input
 from upr_protocol.client import IndexClient, IndexerError, IndexRange, WriteResult
 from upr_protocol.ids import Cas, HistoryId, PartitionId, SeqNo
 
@@ -73,7 +74,7 @@ def index() -> None:
 
 @index.command(cls=SecurityCommand)
 @click.argument("design")
-@click.argument("file", required=False, type=click.Path(path_type=Path))
+@click.argument("file", required=False)
 @click.option(
     "--index",
     "indexes",
@@ -105,14 +106,14 @@ def index() -> None:
 @_indexer_option
 def create(
     design: str,
-    file: Path | None,
+    file: str | None,
     indexes: tuple[str, ...],
     filters: tuple[str, ...],
     each: tuple[str, ...],
     includes: tuple[str, ...],
     url: str,
 ) -> None:
-    r"""Store the design document DESIGN, from FILE (JSON) or from --index.
+    r"""Store the design document DESIGN, from FILE (JSON; `-` is standard input) or from --index.
 
     \b
     Examples:
@@ -125,9 +126,11 @@ def create(
         raise click.UsageError("give either a file or --index")
     if file is not None and (filters or each or includes):
         raise click.UsageError("a file has all in it; leave out --filter, --each and --include")
-    body: object = (
-        file.read_bytes() if file is not None else _design(indexes, filters, each, includes)
-    )
+    body: object
+    if file is None:
+        body = _design(indexes, filters, each, includes)
+    else:
+        body = read_standard_input() if file == "-" else Path(file).read_bytes()
     with _indexer(url) as client:
         client.create(design, body)
     print_line(f"created {design}")

@@ -12,7 +12,7 @@ from typing import Any, Final
 import click
 
 from upr_protocol.cli.connection import ask
-from upr_protocol.cli.errors import INCOMPLETE, BadInputError, say
+from upr_protocol.cli.errors import INCOMPLETE, say
 from upr_protocol.cli.escaping import printable
 from upr_protocol.cli.output import print_json, print_line, text_fields, write_output
 from upr_protocol.cli.parameters import (
@@ -23,9 +23,9 @@ from upr_protocol.cli.parameters import (
     durability_options,
     number_type,
 )
+from upr_protocol.cli.standard_input import read_standard_input
 from upr_protocol.client import Address, Client, Item, RefusedKeysError, WriteResult
 from upr_protocol.errors import ADVICE, BrokenError, Status
-from upr_protocol.limits import VALUE_BYTES_MAX
 
 _EXPIRY_MAX: Final = 2**32 - 1
 """The last expiry time, in 2106: it has 32 bits."""
@@ -72,25 +72,6 @@ def _expiry(expire_in: int | None) -> int:
     return expiry
 
 
-def _standard_input() -> bytes:
-    """All of it.
-
-    Raises:
-        OSError: It cannot be read; the error names it.
-        BadInputError: It is longer than a value may be.
-    """
-    try:
-        data = sys.stdin.buffer.read(VALUE_BYTES_MAX + 1)
-    except OSError as error:
-        raise OSError(error.errno, error.strerror, "standard input") from error
-    if len(data) > VALUE_BYTES_MAX:
-        raise BadInputError(
-            f"standard input has more than {VALUE_BYTES_MAX >> 20} MiB, the limit of a value; "
-            "store less at a key"
-        )
-    return data
-
-
 Write = Callable[[Client], Awaitable[WriteResult]]
 
 
@@ -123,7 +104,7 @@ def _write_command(
         def run(target: Address, **arguments: Any) -> None:
             if "value" in arguments:
                 value = arguments["value"]
-                arguments["value"] = _standard_input() if value == "-" else os.fsencode(value)
+                arguments["value"] = read_standard_input() if value == "-" else os.fsencode(value)
             if "expire_in" in arguments:
                 arguments["expiry"] = _expiry(arguments.pop("expire_in"))
             result = ask(target, with_doubt(function(**arguments)))
