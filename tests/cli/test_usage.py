@@ -94,6 +94,25 @@ def test_a_url_on_the_command_line_overrides_the_environment(
     assert "not a valid address" in run("get", "k", code=2).stderr
 
 
+def test_a_url_of_another_scheme_may_be_a_key_and_is_explained(
+    bucket: str, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("UPR_URL", bucket)
+    advice = "a server's URL begins with upr:// or uprs://"
+    run("set", "http://a.page/", "x")
+    assert run("get", "http://a.page/").stdout == "x\n"
+    result = run("get", "http://127.0.0.1/b", "k", code=1)
+    assert result.stderr == f"upr: http://127.0.0.1/b: no such key; {advice}\nupr: k: no such key\n"
+    for args in (
+        ("set", "http://me:secret@127.0.0.1/b", "k", "v"),
+        ("stats", "http://me:secret@127.0.0.1/b"),
+        ("load", "http://me:secret@127.0.0.1/b", "f.csv", "--key", "k"),
+    ):
+        result = run(*args, code=2)
+        assert f"the first argument is not the URL of a server: {advice}" in result.stderr
+        assert "secret" not in result.stderr
+
+
 def test_unknown_commands_and_options_are_usage_errors(server: Server, run: Run) -> None:
     run("fetch", code=2)
     run("stats", server.url, "--loud", code=2)

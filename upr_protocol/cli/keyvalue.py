@@ -18,6 +18,7 @@ from upr_protocol.cli.output import print_json, print_line, text_fields, write_o
 from upr_protocol.cli.parameters import (
     U32,
     U64,
+    URL_ADVICE,
     TargetCommand,
     bucket_argument,
     durability_options,
@@ -159,6 +160,8 @@ def get(target: Address, keys: tuple[bytes, ...], as_json: bool, raw: bool) -> N
             write_output(_displayable(item.value), nl=not raw)
     for key in missing_keys:
         reason = ADVICE[refusals[key]] if key in refusals else "no such key"
+        if key == keys[0] and b"://" in key:
+            reason += f"; {URL_ADVICE}"
         say(f"{key.decode(errors='backslashreplace')}: {reason}")
     if missing_keys:
         raise click.exceptions.Exit(INCOMPLETE)

@@ -22,6 +22,9 @@ from upr_protocol.timestamps import parse_timestamp, to_nanoseconds
 SCHEMES: Final = ("upr://", "uprs://")
 URL_VARIABLE: Final = "UPR_URL"
 
+URL_ADVICE: Final = "a server's URL begins with upr:// or uprs://"
+"""For what may have been meant as one."""
+
 
 class TargetCommand(SecurityCommand):
     """A command whose first argument, `target`, may be left out where `UPR_URL` is set; with the
@@ -41,8 +44,18 @@ class TargetCommand(SecurityCommand):
                     "the first argument must be the server's URL, as in "
                     f"upr://127.0.0.1:12000/flights; or set {URL_VARIABLE} to it"
                 )
+            self._check_first(ctx, positional)
             args = [url, *args]
         return super().parse_args(ctx, args)
+
+    def _check_first(self, ctx: click.Context, positional: list[str]) -> None:
+        """Refuses a URL of another scheme that is one argument too many beside `UPR_URL`. Otherwise
+        it may be a key."""
+        counts = [param.nargs for param in self.params if isinstance(param, click.Argument)]
+        is_one_too_many = min(counts) > 0 and len(positional) >= sum(counts)
+        if is_one_too_many and "://" in positional[0]:
+            # It is not shown: it may have a password.
+            ctx.fail(f"the first argument is not the URL of a server: {URL_ADVICE}")
 
 
 def _server(ctx: click.Context, _param: click.Parameter, url: str) -> Address:
