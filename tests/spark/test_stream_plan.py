@@ -37,7 +37,7 @@ from upr_protocol.spark.micro_batch_reader import MicroBatchReader
 from upr_protocol.spark.offset import PartitionOffset, StreamOffset
 from upr_protocol.spark.partition_rollback import BATCH_ENDS_MAX, with_batch_end
 from upr_protocol.spark.read_options import ReadOptions
-from upr_protocol.spark.read_tasks import PartitionRange, ReadTask, tasks_of
+from upr_protocol.spark.read_tasks import TASKS_MAX, PartitionRange, ReadTask, tasks_of
 from upr_protocol.spark.schema import READ_COLUMNS, default_schema
 
 PARTITIONS: Final = 3
@@ -1078,6 +1078,16 @@ def test_tasks_are_few_and_about_equal() -> None:
         assert len(tasks) >= min(tasks_min, 100)
         assert len(tasks) <= 2 * max(1390 // bytes_max, tasks_min) + 2 * len(slices)
     assert len(tasks_of(slices, 0, bytes_max=10_000, tasks_min=1)) == 1
+
+
+def test_tasks_are_not_more_than_spark_can_plan() -> None:
+    """`maxPartitionBytes=64`, of somebody who means MiB, made a task of each row."""
+    log = FailoverLog().with_branch(HistoryId(1), SeqNo(0))
+    end = SeqNo(3 * TASKS_MAX)
+    range_ = PartitionRange(PartitionId(0), log, SeqNo(0), end, SeqNo(0), end, 100 * end)
+    tasks = tasks_of([range_], 7, bytes_max=64, tasks_min=1)
+    assert 0.9 * TASKS_MAX < len(tasks) <= 1.1 * TASKS_MAX
+    assert sum(piece.end - piece.start for task in tasks for piece in task.ranges) == end
 
 
 def written(partitions: int, rows: int) -> ModelDriverClient:

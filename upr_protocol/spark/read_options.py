@@ -20,6 +20,7 @@ from upr_protocol.spark.errors import OptionError
 from upr_protocol.spark.index_query import IndexQuery, index_query
 from upr_protocol.spark.options import SourceOptions
 from upr_protocol.spark.range_options import offsets_option, partitions_option, time_option
+from upr_protocol.spark.read_tasks import TASKS_MAX
 
 LEASE_S_DEFAULT: Final = 3600
 """How long a range stays pinned though nobody renews it: longer than most batches take."""
@@ -142,7 +143,7 @@ class ReadOptions:
         durable = options.choice("stability", "durable", ("durable", "any")) == "durable"
         fails = options.flag("failOnDataLoss", default=True)
         task_bytes = options.number("maxPartitionBytes", TASK_BYTES_DEFAULT, low=1)
-        min_tasks = options.number("minPartitions", 1, low=1, high=100_000)
+        min_tasks = options.number("minPartitions", 1, low=1, high=TASKS_MAX)
         lease_s = _lease_s(options, durable=durable)
         timeout_s = options.timeout_s()
         end: str | Mapping[int, int] = "latest"

@@ -14,6 +14,9 @@ from upr_protocol.ids import HistoryId, PartitionId, SeqNo
 CORES: Final = 4
 """A Spark has 2 cores, or a multiple of 4, more often than not."""
 
+TASKS_MAX: Final = 100_000
+"""Tasks of a read, about. The driver holds all of them, and Spark needs hours for more."""
+
 TASK_GROWTH_MAX: Final = 1.34
 """How much larger tasks may become, so that there are fewer of them."""
 
@@ -111,7 +114,7 @@ def tasks_of(
     Args:
         ranges: What is to be read, each partition once.
         lease_id: The lease that pins them; 0 for none.
-        bytes_max: What a task reads, about.
+        bytes_max: What a task reads, about, unless there would be more than `TASKS_MAX` tasks.
         tasks_min: Tasks there are at least, if there are numbers enough.
         whole_partitions: Whether one task reads all of a partition.
         bucket: The bucket whose partitions they are of.
@@ -146,4 +149,4 @@ def _task_count(count: int, count_min: int) -> int:
         count = (
             whole_multiple if count <= TASK_GROWTH_MAX * whole_multiple else whole_multiple + CORES
         )
-    return max(count, count_min)
+    return min(max(count, count_min), TASKS_MAX)
