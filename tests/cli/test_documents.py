@@ -12,6 +12,7 @@ from typing import Final
 import click
 import pytest
 
+from tests.kit.documents import code_of
 from tests.kit.process import ROOT
 from upr_protocol.cli import main as upr
 from upr_server.cli import main as upr_server
@@ -19,7 +20,6 @@ from upr_server.indexer.cli import main as upr_indexer
 
 PROGRAMS: Final = {"upr": upr, "upr-server": upr_server, "upr-indexer": upr_indexer}
 
-FENCE: Final = re.compile(r"^```\w*\n(.*?)^```", re.DOTALL | re.MULTILINE)
 LINE: Final = re.compile(r"^ *(?:\$ )?((?:upr|upr-server|upr-indexer) .*)$", re.MULTILINE)
 
 ENDS: Final = {"|", ">", ">>", "<", "…", "$options", "(in"}
@@ -38,9 +38,7 @@ def command_lines() -> list[tuple[str, str]]:
 def texts() -> Iterator[tuple[str, str]]:
     """Of documents the blocks of code, and the help texts of commands."""
     for path in (*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")):
-        text = path.read_text()
-        indented = "\n".join(re.findall(r"^ {4}.*$", text, re.MULTILINE))
-        yield path.name, "\n".join([*FENCE.findall(text), indented])
+        yield path.name, "\n".join(code.text for code in code_of(path.read_text()))
     for name, program in PROGRAMS.items():
         for words, command in commands(program, name):
             yield f"{words} --help", f"{command.help}\n{command.epilog}"

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 
 import pytest
 from pyspark.errors import AnalysisException
 from pyspark.sql import SparkSession
 
+from tests.kit.documents import fenced_code
 from tests.kit.process import ROOT
 from upr_protocol.client import BlockingClient
 from upr_protocol.ids import Durability
@@ -22,7 +22,7 @@ URL = "upr://127.0.0.1:12000/planes"
 
 def statements() -> list[str]:
     """The SQL of the document."""
-    (block,) = re.findall(r"```sql\n(.*?)```", (ROOT / "docs" / "spark.md").read_text(), re.DOTALL)
+    (block,) = fenced_code((ROOT / "docs" / "spark.md").read_text(), "sql")
     return [statement for statement in block.split(";") if statement.strip()]
 
 

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 from typing import Final
 
+from tests.kit.documents import fenced_code
 from tests.kit.process import ROOT, UPR, UPR_SERVER, run, server_process
 from upr_protocol.failover import StartReason
 
@@ -29,7 +30,7 @@ async def upr_server(*arguments: str) -> str:
 
 async def test_a_bucket_is_replaced_by_its_dump(tmp_path: Path) -> None:
     section = OPERATIONS.partition("### Load a dump")[2].partition("\n## ")[0]
-    (program,) = re.findall(r"```python\n(.*?)```", section, re.DOTALL)
+    (program,) = fenced_code(section, "python")
     (tmp_path / "load_dump.py").write_text(program)
     data = tmp_path / "data"
 
@@ -57,7 +58,7 @@ async def test_a_bucket_is_replaced_by_its_dump(tmp_path: Path) -> None:
 
 
 async def test_a_bucket_is_restored_from_a_local_copy(tmp_path: Path) -> None:
-    (program,) = re.findall(r"```python\n(.*?)```", OPERATIONS, re.DOTALL)
+    (program,) = fenced_code(OPERATIONS, "python")
     (loop,) = re.findall(r"^    ( +for item in .*?)\n\n", OPERATIONS, re.DOTALL | re.MULTILINE)
     load_loop = program[program.index("        for row in") : program.index("\n\ntrio.run(main)")]
     program = program.replace(load_loop, loop.replace("\n    ", "\n") + "\n")
