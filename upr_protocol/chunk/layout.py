@@ -50,8 +50,8 @@ def encoded_bytes(count: int, key_bytes: int, value_bytes: int) -> int:
 
 
 def covered_range(seqs: array[int], start: SeqNo | None, end: SeqNo | None) -> tuple[SeqNo, SeqNo]:
-    """`start` and `end`, where given; else from just below the first number to the last. Without
-    numbers that is (0, 0]."""
+    """`start` and `end`, where given; otherwise from just below the first number to the last.
+    Without numbers that is (0, 0]."""
     if start is None:
         start = SeqNo(max(seqs[0] - 1, 0) if seqs else 0)
     if end is None:

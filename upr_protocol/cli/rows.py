@@ -108,7 +108,8 @@ class _Lines:
         return self
 
     def __next__(self) -> bytes:
-        # Not at once: the rest may have no end, and a caller that stops at the error needs none.
+        # The rest of the line is skipped later: it may have no end, and a caller that stops at the
+        # error does not need it skipped.
         while self._is_inside_line:
             self._is_inside_line = _is_cut(self._read(_LINE_BYTES_MAX + 1))
         line = self._read(_LINE_BYTES_MAX + 1)

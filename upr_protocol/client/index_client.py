@@ -30,8 +30,8 @@ NODE_SLACK_S: Final = 5.0
 """How much longer, where another node can be asked then."""
 
 NODES_MAX: Final = 64
-"""Nodes that a client knows of. A node that names others without end would else have it ask them
-all."""
+"""How many nodes a client knows of at most. Otherwise a node that names others without end would
+make it ask all of them."""
 
 _OTHER_NODE_CODES: Final = frozenset({"slice_missing", "not_my_slice"})
 """Codes of errors that another node may not have."""

@@ -2,8 +2,8 @@
 
 Both kinds work alike. A consumer allows a window of stream frames and widens it again with `Ack`; a
 server allows credit for `Mutate` frames and adds to it with `Credit`. The sender goes on while
-anything is left, so it may overshoot by one frame: else a frame longer than the window could never
-be sent.
+anything is left, so it may overshoot by one frame: otherwise a frame longer than the window could
+never be sent.
 """
 
 from __future__ import annotations

@@ -53,8 +53,8 @@ class PartitionCycle:
 
     @property
     def barrier_position(self) -> CyclePosition:
-        """Where a barrier that arrives now is noted: at the partition being streamed, else at the
-        next."""
+        """Where a barrier that arrives now is noted: at the partition being streamed, or at the
+        next if none is."""
         return self.completed, self.next_partition
 
     @property

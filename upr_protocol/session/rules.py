@@ -88,7 +88,7 @@ def _check_hello_reply(context: SessionContext, message: HelloReply) -> None:
     _check_identity(message.identity)
     _check_interval(message.idle_interval_s)
     if message.idle_interval_s > hello.idle_interval_s:
-        # Or a server that hangs could make its client wait for two hours.
+        # Otherwise a server that hangs could make its client wait for two hours.
         raise ProtocolError(
             f"HelloReply: idle interval {message.idle_interval_s} s is longer than the "
             f"{hello.idle_interval_s} s that Hello asked for"

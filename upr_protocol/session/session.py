@@ -173,7 +173,7 @@ class Session(SessionContext):
 
     @property
     def has_unread(self) -> bool:
-        """Whether bytes have come that are in no message yet: else `messages` has no more."""
+        """Whether bytes have come that are in no message yet. If not, `messages` has no more."""
         return self._frames.is_in_frame
 
     @property
@@ -270,7 +270,7 @@ class Session(SessionContext):
         if len(self._requests) >= self.agreed.requests_open_max:
             raise ProtocolError(f"{len(self._requests)} requests are open already", Status.TOO_MANY)
         if isinstance(message, Open) and self._requests:
-            # Its refusal could not be told from another's.
+            # The refusals of two requests with one opaque could not be told apart.
             raise ProtocolError("Open must wait until no other request is open", _OUT_OF_TURN)
 
     def _check_answer(self, message: Message) -> None:

@@ -90,14 +90,15 @@ class StreamRecord:
 
     def _accept(self, message: StreamReply) -> None:
         if message.seq != self.seq:
-            # Were it lower, the client would apply older values, and could not say so in its
-            # position: after a crash in between it would keep them.
+            # If it were lower, the client would apply older values, and its position could not say
+            # so: after a crash in between it would keep them.
             raise ProtocolError(
                 f"the stream of partition {self.partition} continues at {message.seq}, but the "
                 f"client has received everything up to {self.seq}"
             )
         if self.seq >= self.end:
-            # Cut between the last chunk and the end: nothing of that snapshot is missing.
+            # The connection broke between the last chunk and the end: nothing of that snapshot is
+            # missing.
             self.complete = self.seq
         if self.seq <= self.complete:
             # The client has received nothing of an unfinished snapshot, and was spared nothing.

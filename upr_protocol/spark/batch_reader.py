@@ -32,7 +32,7 @@ class BatchReader(DataSourceReader):
         options: What is asked for.
         schema: Which columns.
         lease_id: The lease; the same for all actions on one DataFrame.
-        acquires_lease: Whether the first action acquires it; else it is there before.
+        acquires_lease: Whether the first action acquires it; if not, it exists before.
         driver_of: Asks a bucket.
     """
 

@@ -192,7 +192,7 @@ def _strings(column: pa.Array) -> tuple[Buffer, Buffer]:
 
 def _numbers(column: pa.Array) -> Buffer:
     """A column of numbers, none null."""
-    # Not by `to_numpy`, which imports pandas.
+    # `to_numpy` would import pandas.
     width = column.type.bit_width // 8
     _, data = column.buffers()
     return memoryview(data)[width * column.offset : width * (column.offset + len(column))]

@@ -50,7 +50,7 @@ class DriverClient(Protocol):
 
     def partition_infos(self, *, anew: bool = False) -> Mapping[PartitionId, PartitionInfo]:
         """Each partition's failover log, at least as new as the numbers that were asked for last,
-        and its purge number, which is new only if it is asked for anew."""
+        and its purge number, which is asked for again only with `anew`."""
 
     def wait_until_persisted(self) -> Mapping[PartitionId, PartitionNumbers]:
         """Waits until all is on disk that the bucket has when this is called: a barrier. Gives how
@@ -266,8 +266,8 @@ class BucketDriverClient:
     def _put(
         self, lease_id: int, owner: str, ranges: Sequence[tuple[int, int, int]]
     ) -> HeldLease | None:
-        """The lease of a position, made anew if the server can be told to end it; None where it
-        cannot list the position."""
+        """The lease of a position. An older one is first released, if the server can be told to.
+        None where it cannot list the position."""
         self.release_lease(lease_id)
         try:
             return self._connection.ask(

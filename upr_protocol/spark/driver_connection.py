@@ -81,7 +81,7 @@ class DriverConnection:
                 wait_s = retries.wait_after_failure_s(failure, time.monotonic())
             except UprError as error:
                 if refusal is not None and isinstance(error, BrokenError):
-                    # It need not be started: it has answered.
+                    # The advice to start the server is left out: it has answered.
                     raise PipelineError(
                         "UPR_SERVER",
                         f"{self._address}: {refusal}; it was asked again for {self._timeout_s} s "
@@ -143,7 +143,7 @@ def check_bucket(address: Address, timeout_s: int) -> None:
     """
     connection = DriverConnection(address, timeout_s)
     try:
-        # And not `connect`, which tries again for a time of its own.
+        # `connect` would not do: it retries for a time of its own.
         connection.ask(lambda client: client.partition_count)
     finally:
         connection.close()

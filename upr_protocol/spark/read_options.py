@@ -62,10 +62,10 @@ class ReadOptions:
             SQL, or `infer`; empty to read values as bytes.
         infer_sample: How many values are looked at to infer the fields.
         deduplicate: Whether a read has only the newest row of each key.
-        durable: Whether only what is on disk is read: else it may be undone by a crash.
-        marks_rollback: Whether a rollback becomes a row; else it fails the query.
-        rewinds: Whether a partition that rolls back goes on from the end of an earlier batch; else
-            from 0.
+        durable: Whether only what is on disk is read. What is not may be undone by a crash.
+        marks_rollback: Whether a rollback becomes a row; if not, it fails the query.
+        rewinds: Whether a partition that rolls back goes on from the end of an earlier batch; if
+            not, it starts again at 0.
         fails_on_data_loss: Whether a range that is not whole any more fails the query.
         consumer_name: The name under which the server lists how far the stream is; empty for none.
         min_rows: Sequence numbers that a batch of a stream waits for; None for no wait.

@@ -130,7 +130,8 @@ def _batches(
                     del snapshots[event.partition]
                 elif isinstance(event, ChunkReceived):
                     range_ = ranges[event.partition]
-                    # A pinned chunk ends where the range ends; else its snapshot may go on.
+                    # A pinned chunk ends where the range ends. If it is not pinned, its snapshot
+                    # may go on.
                     end = event.chunk.end if range_.has_whole_snapshot else range_.end
                     chunk = event.chunk.slice(range_.start, end)
                     if chunk.count:

@@ -345,7 +345,7 @@ def column_as(name: str, column: pa.Array, kind: pa.DataType) -> pa.Array:
 
 
 def _check_long(name: str, column: pa.Array) -> None:
-    # Not by a function of Arrow: its call takes longer than NumPy's whole pass over a batch.
+    # A call of Arrow's function takes longer than NumPy's whole pass over a batch.
     least = int(np.frombuffer(column.buffers()[1], np.int64).min())
     if least < 0:
         raise too_large_error(name, least + (1 << 64))

@@ -180,7 +180,8 @@ def _lengths(column: pa.Array) -> NDArray[np.int64]:
     """How many bytes each of a column of texts has; of one that is null, any number."""
     if not len(column):
         return np.zeros(0, np.int64)
-    # Not by a function of Arrow that takes a number of Python's: the first of these imports pandas.
+    # No function of Arrow is used that takes a number of Python's: the first of these imports
+    # pandas.
     offsets: NDArray[np.int64] = np.frombuffer(
         column.buffers()[1], np.int64, len(column) + 1, 8 * column.offset
     )
@@ -258,7 +259,7 @@ def _numbers(column: pa.Array, name: str, limit: int, problems: _Problems) -> ND
     if pa.types.is_date(kind):
         column = column.cast(pa.int32())
     numbers: NDArray[np.int64] = column.cast(pa.int64()).fill_null(0).to_numpy().copy()
-    # Not by functions of Arrow for times: none takes all of Spark's.
+    # Arrow's functions for times are not used: none takes all of Spark's times.
     if pa.types.is_date(kind):
         numbers *= _DAY_S
     elif pa.types.is_timestamp(kind):

@@ -60,10 +60,10 @@ class StreamPlan:
     Args:
         driver: The server.
         bucket: The bucket's name.
-        durable: Whether only what is on disk is planned. Else the newest there is, unpinned.
-        marks_rollback: Whether a rollback becomes a marker; else it raises.
+        durable: Whether only what is on disk is planned. If not, the newest there is, unpinned.
+        marks_rollback: Whether a rollback becomes a marker; if not, it raises an error.
         rewinds: Whether a partition that rolls back goes on from the end of an earlier batch, if
-            the offset has one that both histories share; else from 0.
+            the offset has one that both histories share; otherwise it starts again at 0.
         new_lease_id: Draws a fresh non-zero random number.
         start_time: Of a stream that begins at a time: this time. It may not have passed.
         clock: Gives the time, in seconds.

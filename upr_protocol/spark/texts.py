@@ -153,7 +153,8 @@ def _times(column: pa.Array) -> pa.Array:
     if is_date:
         texts = [str(np.datetime64(days, "D")) for days in far_numbers]
     else:
-        # Not all at once: NumPy takes the lowest number of microseconds for no time.
+        # Seconds and microseconds are converted apart: NumPy takes the lowest number of
+        # microseconds for no time.
         moments = [divmod(microseconds, 1_000_000) for microseconds in far_numbers]
         texts = [f"{np.datetime64(seconds, 's')}.{us:06d}{zone}" for seconds, us in moments]
     return pc.replace_with_mask(strings, is_far, pa.array(texts, _STRING))

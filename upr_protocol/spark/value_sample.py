@@ -90,7 +90,7 @@ def _newest_values(options: ReadOptions, count: int) -> Iterator[bytes]:
             options.address,
             partitions=sorted(chosen_partitions),
             resume=ResumeState(options.address.bucket, positions),
-            # And not the numbers above: after a crash the server may have yet to reach them.
+            # The end is not the numbers above: after a crash the server may have yet to reach them.
             end="now",
             key_prefix=options.key or options.key_prefix,
             window_bytes=WINDOW_BYTES_MIN,

@@ -62,7 +62,7 @@ REQUEST_TIMEOUT_S_DEFAULT: Final = 60.0
 class BlockingClient(KeyOperations[WriteResult]):
     """`Client` and `Publisher` for programs that block; not to be shared between threads.
 
-    It connects when it is first used, and anew after the connection was lost. A request during
+    It connects when it is first used, and again after the connection was lost. A request during
     which it is lost raises `BrokenError`, and may have been carried out or not. `publish`,
     `publish_all`, `publish_each` and `apply` send again instead, and have exactly one effect. They
     have connections of their own, in a thread, which sends and receives while the program makes the
@@ -84,7 +84,7 @@ class BlockingClient(KeyOperations[WriteResult]):
         credit_timeout_s: How long a change waits for a server that is over its memory quota.
         retry_timeout_s: How long the calls that send again go on without any answer.
         durability: How durable a change must be before the server answers it.
-        copies: How many replicas beside the active, for the replicated levels.
+        copies: How many replicas beside the active node, for the replicated levels.
         idle_interval_s: How long the program may be busy with something else: after twice this the
             server takes it for dead.
 
@@ -451,8 +451,8 @@ class BlockingClient(KeyOperations[WriteResult]):
             self._publisher = None
 
     def _publisher_of(self, writer: WriterIdentity, buffer_bytes: int) -> BlockingPublisher:
-        """The publisher that was used last if it is of this writer and still of use, or else a new
-        one."""
+        """The publisher that was used last, if it is of this writer and still works; otherwise a
+        new one."""
         if (
             self._publisher is not None
             and self._publisher_key == (writer, buffer_bytes)

@@ -27,8 +27,9 @@ from upr_protocol.errors import ClosedError
 T = TypeVar("T")
 
 _LEAST_TIMEOUT_S: Final = 0.02
-"""A program that does not wait is given what has come all the same. To take an event, and to record
-its keys, passes checkpoints: with less time it would be given up each time anew."""
+"""How long a call that does not want to wait may take to give the program what has arrived. Taking
+an event and recording its keys pass checkpoints: with less time, each call would be cancelled
+before it is done."""
 
 
 class BlockingRollbackConsumer:

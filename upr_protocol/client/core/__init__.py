@@ -1,1 +1,2 @@
-"""What the Trio client and the blocking client have in common: no I/O, no clock, no chance."""
+"""What the Trio client and the blocking client have in common: no I/O, no clock, no random
+numbers."""

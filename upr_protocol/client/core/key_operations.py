@@ -102,7 +102,8 @@ class KeyOperations(ABC, Generic[R_co]):
         expiry: int = 0,
         **options: Unpack[DurabilityOptions],
     ) -> R_co:
-        """Subtracts `delta` from a decimal counter, which stops at 0; else like `increment`."""
+        """Subtracts `delta` from a decimal counter, which stops at 0; in all else like
+        `increment`."""
         value = counter_delta(Operation.DECREMENT, delta, initial, create)
         return self._change(Operation.DECREMENT, key, value, expiry=expiry, **options)
 

@@ -83,7 +83,7 @@ class ClientLogIn:
         if self._scram is None:
             raise RemoteProtocolError("LogInChallenge: a certificate has nothing to answer")
         if self._has_responded:
-            # Each would cost this side its iterations anew.
+            # Each challenge would cost this side its iterations again.
             raise RemoteProtocolError("LogInChallenge: a log-in has one challenge")
         self._has_responded = True
         try:

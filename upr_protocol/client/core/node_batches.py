@@ -134,7 +134,7 @@ class NodeBatches:
         self.count += 1
         self._unsent_rows += rows
         self._unsent_bytes += nbytes
-        # Else it was scheduled when the one before came, or may not send now.
+        # Otherwise it was scheduled when the batch before came, or may not send now.
         if len(queue.waiting_batches) == 1:
             self._schedule(queue)
 
@@ -146,7 +146,7 @@ class NodeBatches:
     @property
     def is_send_worth_trying(self) -> bool:
         """Whether `send` or `take_refused` may have something to do because batches were added.
-        What else they may wait for calls them itself. O(1)."""
+        The other events that they may wait for call them directly. O(1)."""
         if self._refused_queues:
             return True
         if self._unsent_thresholds is None or not self._sendable_queues:

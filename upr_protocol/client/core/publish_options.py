@@ -29,7 +29,7 @@ class PublishOptions:
         buffer_bytes: Bytes that the publisher holds, unsent or unanswered, before its callers wait.
         retry_timeout_s: How long it resends a batch that servers refuse for a reason that may pass.
         durability: What an answer means.
-        copies: How many replicas beside the active node, for the replicated levels; else 0.
+        copies: How many replicas beside the active node, for the replicated levels; otherwise 0.
         linger_s: How long batches wait for others to fill a bundle with, at most, unless
             `BUSY_NODE_ROWS` are unanswered at level memory. They wait only while an earlier bundle
             is on its way.

@@ -29,8 +29,8 @@ from upr_protocol.ids import PARTITIONS_END, SEQ_MAX, HistoryId, PartitionId, Se
 _VERSION: Final = 1
 
 ROLLBACK_PENDING: Final = HistoryId(2**64 - 1)
-"""The history of a consumer that is about to roll back; see `position_during_rollback`. That a
-server draws it is as likely as that two servers draw the same one."""
+"""The history of a consumer that is about to roll back; see `position_during_rollback`. A server
+gives it to a history with the same probability with which two servers give theirs the same ID."""
 
 
 class ResumeStateError(UprError, ValueError):

@@ -53,7 +53,7 @@ class NodeReport:
     @property
     def has_copy(self) -> bool:
         """Whether it answers, and has the bucket with a map. A node that a map names has lost its
-        disk if it has no map itself, even if it has a bucket of this name: that was made anew."""
+        disk if it has no map itself, even if it has a bucket of this name: that is a new one."""
         return self.map is not None and bool(self.partitions)
 
     def state_of(self, partition: PartitionId) -> PartitionState:

@@ -71,7 +71,8 @@ class ChecksummedFile:
             os.fsync(self._file)
             self.nbytes += len(data)
         except BaseException:
-            # Ctrl-C, too: a later failure would else cut off a part of what was written before.
+            # This is done after Ctrl-C, too. Otherwise a later failure would cut off a part of what
+            # was written before.
             os.ftruncate(self._file, self.nbytes)
             raise
 

@@ -401,7 +401,8 @@ class ConnectionPool(Generic[H]):
                 round_at = max(self._refresher.next_round_at, now)
                 await trio.sleep_until(min(round_at, self.router.next_retry_at(now)))
             elif self.router.has_unplaced:
-                # Not each when it is due: to place a thousand partitions takes milliseconds.
+                # All are placed together, and not each when it is due: to place a thousand
+                # partitions takes milliseconds.
                 await trio.sleep(MAP_WAIT_S_MAX)
             else:
                 await self._map_needed.wait()

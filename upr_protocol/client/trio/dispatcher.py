@@ -186,7 +186,7 @@ class RequestDispatcher:
     async def _retry(
         self, request: Callable[[NodeChannel], Awaitable[T]], partition: PartitionId | None
     ) -> T:
-        # From when something else than an answer is waited for: mostly nothing is.
+        # When the wait for anything but an answer began: mostly there is none.
         deadline: float | None = None
         if partition is not None and partition >= self.partition_count:
             partition = None  # any server refuses it, and says why

@@ -262,7 +262,7 @@ class RequestChannel(ConnectionHandler):
         self._unsent.setdefault(change.durability_level, {})[pending_change] = None
         connection.request_write()
         try:
-            # A timeout costs as much as all else that is done here, and mostly there is credit.
+            # A timeout costs as much as the rest of this function, and mostly there is credit.
             if await pending_change.wait_for_credit():
                 return pending_change.result()
             with trio.move_on_after(self._credit_timeout_s):

@@ -160,7 +160,7 @@ def _object_lines(spark: SparkSession, paths: list[str]) -> DataFrame:
     line = F.btrim("value", F.lit(_BLANKS))
     lines = spark.read.text(paths).select(line.alias("line"), F.input_file_name().alias("file"))
     lines = lines.where("line != ''")
-    # Not by Arrow: that would need pandas.
+    # Arrow would need pandas for this.
     is_object = F.udf(_is_object, "boolean", useArrow=False)
     bad_line = lines.where(~is_object(F.col("line").cast("binary"))).select("file").first()
     if bad_line is not None:

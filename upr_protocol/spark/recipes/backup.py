@@ -48,7 +48,7 @@ def backup(
     removed by the next call.
 
     Before anything is written it is made sure that the bucket still has the history that the backup
-    has followed, and has forgotten no deletion since. Else the increments so far stay good, and
+    has followed, and has forgotten no deletion since. If not, the increments so far stay good, and
     nothing can be added to them.
 
     Args:

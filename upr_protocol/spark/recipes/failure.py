@@ -31,7 +31,7 @@ def plain_errors() -> Iterator[None]:
     """Raises the data source's own errors in place of Spark's that hold them.
 
     Raises:
-        PipelineError: The data source failed inside. What else Spark raises stays as it is.
+        PipelineError: The data source failed inside. Other errors of Spark stay as they are.
     """
     try:
         yield

@@ -43,7 +43,8 @@ INNER: Final = "inner"
 LEFT: Final = "left"
 
 _CAN_BE_KEY: Final = f"octet_length(key) BETWEEN 1 AND {KEY_BYTES_MAX}"
-"""What else an item names, or nothing, is the key of no item. No server looks it up."""
+"""Whether a key can be that of an item. A key for which this is false or null is not looked up at a
+server."""
 
 BOTH_VALUES: Final = "named_struct('left', left_value, 'right', right_value)"
 """What the target has unless an expression says otherwise."""
@@ -97,7 +98,7 @@ def join(
 
     Returns:
         The query, which runs. It fails with `UPR_ROLLBACK` when a bucket lost changes that were
-        joined: then begin anew with an empty target.
+        joined: then begin again with an empty target.
 
     Raises:
         OptionError: `how` is another word, both triggers are given, or an option is not for it.
@@ -267,8 +268,8 @@ class _Side:
         return latest(reader.schema(f"{self._schema}, seq LONG, deleted BOOLEAN").load())
 
     def release_items(self) -> None:
-        """What `all_items` gave is not read any more. Else each batch would leave a lease, which
-        holds up compaction, and the server has room for a limited number."""
+        """What `all_items` gave is not read any more. Otherwise each batch would leave a lease,
+        which holds up compaction, and the server allows a limited number."""
         driver = BucketDriverClient(self._read_options)
         try:
             while self._lease_ids:
@@ -281,7 +282,7 @@ class _Side:
         fields = StructType([field for field in self._items if field.name != "key"])
         lookup = _lookup(self._read_options, self._items)
         item_of = arrow_udf(lookup, fields)  # type: ignore[call-overload]
-        # Else Spark may look up again for each column.
+        # Otherwise Spark may look up again for each column.
         item_of = item_of.asNondeterministic()
         return keys.select("key", item_of("key").alias("item")).select("key", "item.*")
 

@@ -69,9 +69,10 @@ class LatestState:
     Args:
         table: The table's path, or a URL that `deltalake` knows; made with the first batch.
         app_id: What stands for the query in the commits; None for its ID, which is part of its
-            checkpoint. With a new checkpoint give another one, because batches are numbered anew.
+            checkpoint. With a new checkpoint give another one, because batches are numbered from 0
+            again.
         begin_anew: Whether the first batch of a query that the table does not know drops all rows
-            that are there. Else it is refused when there are any.
+            that are there. If not, it is refused when there are any.
         storage_options: For a table that is not on a disk, the options that `deltalake` takes.
         on_progress: Called with a sentence on each batch.
 

@@ -55,7 +55,7 @@ class LookupHistory:
         is.
 
         Returns:
-            Whether all partitions still have the history in which the lookup began. Else a crash
+            Whether all partitions still have the history in which the lookup began. If not, a crash
             may have undone what was read: nothing is noted, and it is to be looked up again.
 
         Raises:

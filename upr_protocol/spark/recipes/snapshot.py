@@ -57,7 +57,7 @@ def snapshot(
         url: `upr://host:port/bucket`.
         path: The folder; a plain path that every executor reaches.
         overwrite: Whether what is in the folder is removed first, when that is a snapshot, whole
-            or not. Else nothing may be there.
+            or not. Otherwise the folder must be empty or missing.
         options: More options of the read: `leaseSeconds`, `timeoutSeconds`.
         on_progress: Called with a sentence on each step.
 
@@ -71,7 +71,7 @@ def snapshot(
     _check_may_be_used(folder, overwrite=overwrite)
     with plain_errors(), locked_folder(folder), consistent_cut(spark, url, options or {}) as cut:
         _check_may_be_used(folder, overwrite=overwrite)
-        # What makes the rest count goes first.
+        # The manifest is removed first, as it makes the rest count.
         remove_paths(sorted(paths_in_folder(folder), key=lambda path: path.name != MANIFEST))
         on_progress(f"{cut.bucket} is read up to {sum(cut.ends.values())} numbers")
         # A read has no markers: without `op` nobody looks for them, which would read it twice.

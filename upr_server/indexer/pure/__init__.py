@@ -1,1 +1,1 @@
-"""From design documents and documents to index entries, without I/O, clock or chance."""
+"""From design documents and documents to index entries, without I/O, clock or random numbers."""
