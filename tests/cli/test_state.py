@@ -56,12 +56,12 @@ def copied(lines: list[Line]) -> dict[str, str]:
 
 
 @pytest.fixture
-def town(tmp_path: Path) -> Iterator[Town]:
+def restorable(tmp_path: Path) -> Iterator[RestorableServer]:
     with blocking_server() as server:
-        yield Town(server, tmp_path)
+        yield RestorableServer(server, tmp_path)
 
 
-class Town:
+class RestorableServer:
     """A server whose data can go back to where they were."""
 
     def __init__(self, server: BlockingServer, folder: Path) -> None:
@@ -175,42 +175,42 @@ def test_a_copy_killed_at_any_moment_ends_equal_to_the_server(
 
 
 def test_a_copy_rolls_back_with_its_server_as_explain_predicts(
-    town: Town, start: Start, run: Run, tmp_path: Path
+    restorable: RestorableServer, start: Start, run: Run, tmp_path: Path
 ) -> None:
     """Only what the server never had is undone; the rest of the copy stays as it is."""
     folder, file = str(tmp_path / "local-copy"), str(tmp_path / "state")
-    town.write(range(40), "old")
-    tail_lines(start, town.url, "--state", folder)
-    rows = explained(run, town.url, folder)
+    restorable.write(range(40), "old")
+    tail_lines(start, restorable.url, "--state", folder)
+    rows = explained(run, restorable.url, folder)
     assert {row["outcome"] for row in rows} == {"goes on"}
 
     def between() -> None:
-        town.write(range(30, 50), "never had")
-        town.delete(range(5))
-        tail_lines(start, town.url, "--state", folder)
-        tail_lines(start, town.url, "--resume", file)
+        restorable.write(range(30, 50), "never had")
+        restorable.delete(range(5))
+        tail_lines(start, restorable.url, "--state", folder)
+        tail_lines(start, restorable.url, "--resume", file)
 
-    town.go_back(between)
-    town.write(range(60, 65), "later")
+    restorable.go_back(between)
+    restorable.write(range(60, 65), "later")
     before = (tmp_path / "state").read_bytes(), contents(tmp_path / "local-copy")
-    rows = explained(run, town.url, folder)
+    rows = explained(run, restorable.url, folder)
     rolled = {row["partition"]: row for row in rows if row["outcome"] == "rolls back"}
     assert rolled
     assert all(row["from"] == row["ceiling"] > 0 for row in rolled.values())
-    files = explained(run, town.url, file)
+    files = explained(run, restorable.url, file)
     assert {row["partition"] for row in files if row["outcome"] == "rolls back"} == set(rolled)
     assert all(row["from"] == 0 for row in files if row["outcome"] == "rolls back")
-    assert "diverge" in run("explain", town.url, file).stdout
+    assert "diverge" in run("explain", restorable.url, file).stdout
     assert before == ((tmp_path / "state").read_bytes(), contents(tmp_path / "local-copy"))
-    lines = tail_lines(start, town.url, "--state", folder)
+    lines = tail_lines(start, restorable.url, "--state", folder)
     undone = {line["partition"]: line for line in lines if line["event"] == "undone"}
     assert {p: line["restarts_from"] for p, line in undone.items()} == {
         partition: row["from"] for partition, row in rolled.items()
     }
     keys = {document["key"] for line in undone.values() for document in line["documents"]}
     assert keys == {f"key {n}" for n in (*range(5), *range(30, 50))}
-    assert contents(tmp_path / "local-copy") == copied(tail_lines(start, town.url))
-    rows = explained(run, town.url, folder)
+    assert contents(tmp_path / "local-copy") == copied(tail_lines(start, restorable.url))
+    rows = explained(run, restorable.url, folder)
     assert {row["outcome"] for row in rows} == {"goes on"}
 
 

@@ -88,7 +88,7 @@ def test_an_invalid_url_raises_an_error_that_says_why(url: str, why: str) -> Non
 def test_a_password_in_a_url_is_refused_and_not_shown(url: str) -> None:
     with pytest.raises(AddressError) as caught:
         Address.parse(url)
-    # Nor in what a traceback shows.
+    # A traceback does not show it either.
     traceback_text = "".join(traceback.format_exception_only(caught.value))
     assert "cil" not in traceback_text
     assert "***" in traceback_text

@@ -66,7 +66,7 @@ def url(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
             thread.join()
 
 
-def test_each_question_has_its_own_patience_on_the_same_connection(url: str) -> None:
+def test_each_question_has_its_own_timeout_on_the_same_connection(url: str) -> None:
     with IndexClient(url) as client:
         assert client.status() == {}
         assert client.scan("d/i", timeout_s=30).entries == []

@@ -1,4 +1,4 @@
-"""The client in JavaScript: its vectors, the conformance runner, and a torture."""
+"""The client in JavaScript: its vectors, the conformance runner, and a stress test."""
 
 from __future__ import annotations
 
@@ -58,28 +58,28 @@ def test_every_scenario_says_what_it_is_about() -> None:
 ROUNDS: Final = 9
 PARTITIONS: Final = 8
 WINDOW_BYTES: Final = 64 * 1024
-"""The window of the torture's consumers."""
+"""The window of the consumers of the stress test."""
 
 
 @pytest.mark.timeout(400)
 async def test_kills_cuts_and_rollbacks(tmp_path: Path) -> None:
     """What the server acknowledged as on disk is there once, and the copy that was followed all the
     while has it; counters were counted once a round."""
-    torture = Torture(tmp_path)
+    restarted = RestartedServer(tmp_path)
     async with trio.open_nursery() as nursery:
-        await nursery.start(torture.serve)
-        async with proxy_to("127.0.0.1", torture.port) as proxy:
+        await nursery.start(restarted.serve)
+        async with proxy_to("127.0.0.1", restarted.port) as proxy:
             async with connect(proxy.url()) as client:
                 await client.create_bucket("b", PARTITIONS)
-            command = ("node", str(CLIENT / "torture.js"), "127.0.0.1", str(proxy.port), "b")
-            result = await torture.play(proxy, (*command, str(PARTITIONS), str(ROUNDS)))
+            command = ("node", str(CLIENT / "stress.js"), "127.0.0.1", str(proxy.port), "b")
+            result = await restarted.play(proxy, (*command, str(PARTITIONS), str(ROUNDS)))
         nursery.cancel_scope.cancel()
     assert result["keys"] == 720
     assert result["connections"] > ROUNDS // 2
     assert result["rollbacks"] >= ROUNDS // 3
 
 
-class Torture:
+class RestartedServer:
     """A server that is killed and comes back at the same port, with the same disk."""
 
     def __init__(self, folder: Path) -> None:

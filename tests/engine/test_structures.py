@@ -308,7 +308,7 @@ def test_pending_answers_without_mutations_do_not_pile_up() -> None:
 
 
 def test_an_answer_forgotten_later_still_reaches_the_disk_with_its_commit() -> None:
-    # Were the second lost in a crash, the first would have to be known.
+    # If the second is lost in a crash, the first must be known.
     memory = MemoryAccount()
     answers = PublisherAnswers(memory)
     answers.track_unsaved()

@@ -240,7 +240,7 @@ def test_a_late_update_of_the_bucket_before_does_not_hide_a_creation() -> None:
     queue.count_creation("b", 2)
     queue.count_updates("b", 1, ())
     queue.count_deletion("b", 1)
-    # Were there one counter for both, a deletion would be told, and no creation.
+    # With one counter for both, a deletion would be told, and no creation.
     assert polled(queue) == [BucketEvent("b", 2, BucketFate.CREATED)]
 
 

@@ -44,7 +44,9 @@ CONTENTS = {b"k%d" % n: b'{"city": "%d", "n": %d}' % (n % 7, n) for n in range(5
 
 
 @asynccontextmanager
-async def a_town(data_dir: Path, **options: Any) -> AsyncIterator[tuple[Server, Client, Indexer]]:
+async def a_city_index(
+    data_dir: Path, **options: Any
+) -> AsyncIterator[tuple[Server, Client, Indexer]]:
     """An indexer with an index `d/city` that hears the bus, if there is one."""
     async with (
         a_server(**options) as server,
@@ -78,7 +80,7 @@ def entries_of(indexer: Indexer, name: str) -> int:
 
 
 async def test_an_announced_index_is_built_while_the_stream_is_paused(tmp_path: Path) -> None:
-    async with a_town(tmp_path) as (_, client, indexer):
+    async with a_city_index(tmp_path) as (_, client, indexer):
         async with standing_still(indexer):
             await define(client, "e", {"n": NUMBER})
             await eventually(lambda: name_of("e/n") in indexer.designs.names(), "it is begun")
@@ -95,7 +97,7 @@ async def test_an_announced_index_is_built_while_the_stream_is_paused(tmp_path: 
 async def test_an_index_is_dropped_while_the_stream_is_paused(
     tmp_path: Path, consistency: str
 ) -> None:
-    async with a_town(tmp_path) as (_, client, indexer):
+    async with a_city_index(tmp_path) as (_, client, indexer):
         answer = await client.set("k", "{}")
         required_writes = (
             RequiredWrite(answer.partition, f"{answer.history_id:x}", answer.seq + 1),
@@ -128,7 +130,7 @@ async def test_an_index_is_dropped_while_the_stream_is_paused(
 
 
 async def test_a_dropped_index_that_is_still_read_is_closed_at_the_stop(tmp_path: Path) -> None:
-    async with a_town(tmp_path) as (_, client, indexer):
+    async with a_city_index(tmp_path) as (_, client, indexer):
         index = indexer.slices[0].definitions.find(name_of("d/city"))
         # Somebody reads it still.
         index.readers += 1
@@ -138,7 +140,7 @@ async def test_a_dropped_index_that_is_still_read_is_closed_at_the_stop(tmp_path
 
 
 async def test_a_definition_that_changes_often_ends_as_it_was_written_last(tmp_path: Path) -> None:
-    async with a_town(tmp_path) as (_, client, indexer):
+    async with a_city_index(tmp_path) as (_, client, indexer):
 
         def is_now(definition: IndexDefinition) -> bool:
             name = name_of("d/city")
@@ -197,7 +199,7 @@ async def redefine(client: Client, indexer: Indexer) -> None:
 
 async def test_without_an_event_bus_the_stream_brings_definitions(tmp_path: Path) -> None:
     with structlog.testing.capture_logs() as logs:
-        async with a_town(tmp_path, events=False) as (_, client, indexer):
+        async with a_city_index(tmp_path, events=False) as (_, client, indexer):
             await redefine(client, indexer)
     errors = [line["error"] for line in logs if "event bus unreachable" in line["event"]]
     assert len(errors) == 1
@@ -235,7 +237,7 @@ async def test_another_consumer_of_its_name_stops_announcements_and_nothing_else
         def has_given_up() -> bool:
             return any("event bus unreachable" in line["event"] for line in logs)
 
-        async with a_town(tmp_path) as (server, client, indexer):
+        async with a_city_index(tmp_path) as (server, client, indexer):
             # Whose question waits is overtaken: while the indexer reads what it was told, that is
             # the other, and it has to ask anew.
             while not has_given_up():
@@ -255,7 +257,7 @@ async def test_an_announced_definition_that_cannot_be_read_comes_by_the_stream(
     monkeypatch.setattr(announcements, "READ_TIMEOUT_S", 0.05)
     monkeypatch.setattr(announcements, "connect", partial(connect, dial=dial))
     with structlog.testing.capture_logs() as logs:
-        async with a_town(tmp_path) as (_, client, indexer):
+        async with a_city_index(tmp_path) as (_, client, indexer):
             await redefine(client, indexer)
             await eventually(
                 lambda: any("announced documents unreadable" in line["event"] for line in logs),

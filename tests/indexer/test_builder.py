@@ -171,7 +171,8 @@ async def test_an_event_from_before_a_new_beginning_is_not_applied(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The history changes, and the partition is to be read again from 0, just as one more of its
-    snapshots is its current event. Were that taken, it would be all that is read again."""
+    snapshots is its current event. If that event were applied, it would be all that is read
+    again."""
     stream = OtherStream()
     words: list[Callable[[], None]] = []
 

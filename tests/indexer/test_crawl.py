@@ -148,7 +148,7 @@ async def until(condition: Callable[[], bool]) -> None:
 
 
 @asynccontextmanager
-async def a_town() -> AsyncIterator[tuple[ServerProcess, str]]:
+async def a_bucket_server() -> AsyncIterator[tuple[ServerProcess, str]]:
     """A server with a bucket, and the bucket's URL."""
     async with server_process("--quota-bytes", str(QUOTA_BYTES)) as server:
         async with connect(server.url()) as client:
@@ -158,12 +158,12 @@ async def a_town() -> AsyncIterator[tuple[ServerProcess, str]]:
 
 @pytest.mark.timeout(600)
 async def test_a_slow_indexer_stays_within_its_memory_and_catches_up(tmp_path: Path) -> None:
-    async with a_town() as (server, url), trio.open_nursery() as nursery:
+    async with a_bucket_server() as (server, url), trio.open_nursery() as nursery:
         other_consumer = Other()
         nursery.start_soon(other_consumer.run, url)
         alone_s = await other_consumer.follow(url, 0)
         nursery.cancel_scope.cancel()
-    async with a_town() as (server, url):
+    async with a_bucket_server() as (server, url):
         options = ("--pool-bytes", str(POOL_BYTES))
         with (
             indexer_process(url, tmp_path, *options) as indexer,

@@ -394,7 +394,7 @@ def test_changes_that_a_part_of_a_snapshot_left_out_count_later(
 
 
 def test_an_index_that_is_ahead_inside_a_snapshot_goes_back_to_the_stream(file: IndexFile) -> None:
-    """Else it would claim to have number 9, which older changes have replaced."""
+    """Otherwise it would claim to have number 9, which older changes have replaced."""
     apply(file, batch(0, whole(5), [(5, b"k", b"old")]))
     apply(file, batch(0, part(5, 9, 12), [(6, b"a", b"x"), (9, b"b", b"x")]))
     apply(file, batch(0, whole(8), [(7, b"k", b"new"), (8, b"b", None)]))

@@ -125,8 +125,8 @@ class CutInSnapshot:
 async def test_what_came_over_an_earlier_connection_is_applied_before_the_next_resumes(
     tmp_path: Path, autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Else it would be applied after what resumes behind it. After a failover the server may have
-    lost it, and nobody would undo it: the indexes had not got it when the stream resumed."""
+    """Otherwise it would be applied after what resumes behind it. After a failover the server may
+    have lost it, and nobody would undo it: the indexes had not got it when the stream resumed."""
     pool = MemoryPool(POOL_BYTES)
     pipeline = Pipeline(pool, worker_thread())
     stream = a_stream(tmp_path, pool, pipeline)

@@ -11,7 +11,7 @@ T = TypeVar("T")
 
 VARIABLE: Final = "UPR_THOROUGH"
 THOROUGH: Final = bool(os.environ.get(VARIABLE))
-"""Whether all of it is; else a sample, so that the suite is over in its time."""
+"""Whether all of it is done; if not, a sample, so that the suite ends in its time."""
 
 thorough = pytest.mark.skipif(
     not THOROUGH, reason=f"takes long, and a quicker test stands for it; {VARIABLE}=1 runs it"

@@ -246,7 +246,7 @@ class FakeConnection:
                     break
                 else:
                     self._wake = trio.Event()
-                    # Not at the very moment, which rounding may put before itself.
+                    # A little later than the exact moment: rounding may put that too early.
                     with trio.move_on_at(self.session.keep_alive.next_check() + 0.001):
                         await self._wake.wait()
                     if not self.session.tick(trio.current_time()):

@@ -1,15 +1,15 @@
 """A process full of peers that do harm, all at once: `python -m tests.kit.hostile_peers HOST PORT
 BUCKET IDLE`.
 
-- *Trickles* begin a greeting of 4,000 bytes and send 20 of them a second.
+- *Slow greeters* begin a greeting of 4,000 bytes and send 20 of them a second.
 - *Idlers*, `IDLE` of them, greet, and every fourth opens the bucket; then they say nothing.
-- *Misers* stream all of the bucket, read what comes, and acknowledge nothing.
+- *Silent consumers* stream all of the bucket, read what comes, and acknowledge nothing.
 - *Flooders* ask for streams and close them, as fast as the server takes it.
-- *Liars* announce frames of up to 4 GiB, are shown out, and come again.
-- *Hoarders* announce frames of 30 MiB, send 2 MiB of each, and no more.
+- *Announcers* announce frames of up to 4 GiB, and are disconnected.
+- *Partial senders* announce frames of 30 MiB, send 2 MiB of each, and no more.
 
-Whoever is shown out comes again. It says `{"ready": true}` when all of them are at it, and then
-twice a second, as a line of JSON, what each kind has done so far.
+A peer that is disconnected connects again. The process prints `{"ready": true}` when all of them
+are at work, and then twice a second, as a line of JSON, what each kind has done so far.
 """
 
 from __future__ import annotations
@@ -30,23 +30,23 @@ from upr_protocol.ids import PartitionId, PartitionState
 from upr_protocol.limits import WINDOW_BYTES_MIN
 from upr_protocol.wire import CloseStream, Get, Go, Hello, Mutate, Stream
 
-TRICKLES: Final = 300
-TRICKLE_S: Final = 0.05
+SLOW_GREETERS: Final = 300
+GREETING_BYTE_S: Final = 0.05
 GREETING_BYTES: Final = 4_000
-MISERS: Final = 50
+SILENT_CONSUMERS: Final = 50
 FLOODERS: Final = 10
 FLOOD: Final = 50
-LIARS: Final = 10
-LIES: Final = (0xFFFF_FFF8, 0x8000_0000, 0x0200_0008)
-HOARDERS: Final = 20
-HOARD_BYTES: Final = 30 * 1024 * 1024
+ANNOUNCERS: Final = 10
+ANNOUNCED_BYTES: Final = (0xFFFF_FFF8, 0x8000_0000, 0x0200_0008)
+PARTIAL_SENDERS: Final = 20
+PARTIAL_FRAME_BYTES: Final = 30 * 1024 * 1024
 SENT_BYTES: Final = 2 * 1024 * 1024
 SILENCE_S: Final = 3600
 SAY_S: Final = 0.5
 CONNECT_AT_ONCE: Final = 20
 
 
-class Crowd:
+class HostilePeers:
     """See the module.
 
     Attributes:
@@ -58,24 +58,24 @@ class Crowd:
         self._at = host, port
         self._bucket = bucket
         self._connecting = trio.CapacityLimiter(CONNECT_AT_ONCE)
-        self._trickling: set[trio.SocketStream] = set()
+        self._slow_streams: set[trio.SocketStream] = set()
 
     async def gather(self, nursery: trio.Nursery, idlers: int) -> None:
         """Returns when all are there."""
         for count, kind in (
             (idlers, self._idle),
-            (TRICKLES, self._trickle),
-            (MISERS, self._stint),
+            (SLOW_GREETERS, self._greet_slowly),
+            (SILENT_CONSUMERS, self._consume_silently),
             (FLOODERS, self._flood),
-            (LIARS, self._lie),
-            (HOARDERS, self._hoard),
+            (ANNOUNCERS, self._announce_long_frames),
+            (PARTIAL_SENDERS, self._send_partial_frames),
         ):
             there = [trio.Event() for _ in range(count)]
             for index, is_there in enumerate(there):
                 nursery.start_soon(self._again_and_again, kind, index, is_there)
             for is_there in there:
                 await is_there.wait()
-        nursery.start_soon(self._drip)
+        nursery.start_soon(self._send_greeting_bytes)
 
     async def _again_and_again(
         self,
@@ -106,36 +106,36 @@ class Crowd:
             finally:
                 self.done["idle"] -= 1
 
-    async def _trickle(self, index: int, is_at_it: Callable[[], None]) -> None:
+    async def _greet_slowly(self, index: int, is_at_it: Callable[[], None]) -> None:
         async with peer(*self._at, greeted=False) as slow:
             await slow.send_bytes(pack_header(Hello.opcode, 0, 0, 0, GREETING_BYTES, 0))
-            self._trickling.add(slow.stream)
+            self._slow_streams.add(slow.stream)
             is_at_it()
             try:
                 while await slow.stream.receive_some():
                     pass
-                self.done["shown out"] += 1
+                self.done["disconnected"] += 1
             finally:
-                self._trickling.discard(slow.stream)
+                self._slow_streams.discard(slow.stream)
 
-    async def _drip(self) -> None:
-        """Sends a byte for each of the trickles."""
+    async def _send_greeting_bytes(self) -> None:
+        """Sends a byte for each of the slow greeters."""
         while True:
-            await trio.sleep(TRICKLE_S)
-            for stream in list(self._trickling):
+            await trio.sleep(GREETING_BYTE_S)
+            for stream in list(self._slow_streams):
                 with suppress(OSError, trio.BrokenResourceError, trio.ClosedResourceError):
                     await stream.send_all(b"\0")
-                    self.done["trickled"] += 1
+                    self.done["greeting bytes"] += 1
 
-    async def _stint(self, index: int, is_at_it: Callable[[], None]) -> None:
-        async with peer(*self._at, greeted=False) as miser:
-            await miser.greet(idle_interval_s=SILENCE_S, window_bytes=WINDOW_BYTES_MIN)
-            await miser.open(self._bucket)
-            await miser.stream_all()
+    async def _consume_silently(self, index: int, is_at_it: Callable[[], None]) -> None:
+        async with peer(*self._at, greeted=False) as consumer:
+            await consumer.greet(idle_interval_s=SILENCE_S, window_bytes=WINDOW_BYTES_MIN)
+            await consumer.open(self._bucket)
+            await consumer.stream_all()
             self.done["unacknowledged"] += 1
             is_at_it()
             try:
-                while await miser.receive() is not None:
+                while await consumer.receive() is not None:
                     pass
             finally:
                 self.done["unacknowledged"] -= 1
@@ -165,28 +165,28 @@ class Crowd:
     async def _drain(self, flooder: Peer, scope: trio.CancelScope) -> None:
         while data := await flooder.stream.receive_some():
             self.done["answered bytes"] += len(data)
-        self.done["flooders shown out"] += 1
+        self.done["flooders disconnected"] += 1
         scope.cancel()
 
-    async def _lie(self, index: int, is_at_it: Callable[[], None]) -> None:
+    async def _announce_long_frames(self, index: int, is_at_it: Callable[[], None]) -> None:
         opcode = (Mutate.opcode, Get.opcode, Hello.opcode)[index % 3]
         greeted = opcode != Hello.opcode
-        async with peer(*self._at, self._bucket if greeted else "", greeted=greeted) as liar:
-            length = LIES[self.done["lies"] % len(LIES)]
-            await liar.send_bytes(pack_header(opcode, 0, 0, 99, length, 0))
-            while await liar.stream.receive_some():
+        async with peer(*self._at, self._bucket if greeted else "", greeted=greeted) as announcer:
+            length = ANNOUNCED_BYTES[self.done["announced frames"] % len(ANNOUNCED_BYTES)]
+            await announcer.send_bytes(pack_header(opcode, 0, 0, 99, length, 0))
+            while await announcer.stream.receive_some():
                 pass
-        self.done["lies"] += 1
+        self.done["announced frames"] += 1
         is_at_it()
 
-    async def _hoard(self, index: int, is_at_it: Callable[[], None]) -> None:
-        async with peer(*self._at, self._bucket, idle_interval_s=SILENCE_S) as hoarder:
-            await hoarder.send_bytes(pack_header(Mutate.opcode, 0, 0, 99, HOARD_BYTES, 0))
+    async def _send_partial_frames(self, index: int, is_at_it: Callable[[], None]) -> None:
+        async with peer(*self._at, self._bucket, idle_interval_s=SILENCE_S) as sender:
+            await sender.send_bytes(pack_header(Mutate.opcode, 0, 0, 99, PARTIAL_FRAME_BYTES, 0))
             is_at_it()
             with trio.move_on_after(5):
-                await hoarder.send_bytes(bytes(SENT_BYTES))
-            self.done["hoards"] += 1
-            while await hoarder.stream.receive_some():
+                await sender.send_bytes(bytes(SENT_BYTES))
+            self.done["partial frames"] += 1
+            while await sender.stream.receive_some():
                 pass
 
 
@@ -197,13 +197,13 @@ def say(counts: dict[str, int]) -> None:
 
 async def main(host: str, port: str, bucket: str, idlers: str) -> None:
     """Never ends by itself."""
-    crowd = Crowd(host, int(port), bucket)
+    peers = HostilePeers(host, int(port), bucket)
     async with trio.open_nursery() as nursery:
-        await crowd.gather(nursery, int(idlers))
+        await peers.gather(nursery, int(idlers))
         say({"ready": True})
         while True:
             await trio.sleep(SAY_S)
-            say(dict(crowd.done))
+            say(dict(peers.done))
 
 
 if __name__ == "__main__":

@@ -67,8 +67,8 @@ class MemoryNetwork:
         self._ends: dict[int, list[CuttableStream]] = {}
         monkeypatch.setattr(trio, "open_tcp_stream", self._connect)
         monkeypatch.setattr(app, "System", partial(System, bind=self._bind))
-        # Looking for what has expired is never at rest, as it would begin each second, and whoever
-        # looks then finds partitions pinned.
+        # The search for expired items does not run: it would begin each second, and `check` would
+        # find partitions pinned.
         monkeypatch.setattr(upkeep, "EXPIRY_INTERVAL_S", math.inf)
 
     @property

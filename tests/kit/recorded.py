@@ -291,7 +291,7 @@ class RecordedConsumer:
     """Keeps a copy of the bucket.
 
     Args:
-        undoes: Whether it keeps earlier versions, and goes back to one; else it begins again.
+        undoes: Whether it keeps earlier versions, and goes back to one; if not, it begins again.
         state: What the partitions must be where it reads them.
         pause_s: How long it takes over each event, on average.
         keeps: How often it keeps what it has, beside how often it is told something.

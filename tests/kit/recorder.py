@@ -135,7 +135,7 @@ class Order(msgspec.Struct, frozen=True):
         folder: Where it keeps its journal, and what it has to complain of.
         keeps_state: Its resume state stands in the journal, with the data that it is about; or it
             leaves it to the library, in a file beside it, and may be told things twice.
-        ends: Whether it sends the last barrier at once; else when it gets SIGUSR1.
+        ends: Whether it sends the last barrier at once; if not, it does when it gets SIGUSR1.
         pause_s: How long it takes over each event.
         window_bytes: Its window.
     """

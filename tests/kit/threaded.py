@@ -66,7 +66,8 @@ class ThreadedFake:
     """A `FakeServer` in a thread, and the way to it.
 
     Attributes:
-        server: The server; to be looked at while nobody talks to it, else through `thread.call`.
+        server: The server; to be looked at while nobody talks to it; otherwise through
+            `thread.call`.
         thread: Where it runs.
         budgets: For each connection to come, how many bytes from the server it carries.
         down: Whether connections are refused.

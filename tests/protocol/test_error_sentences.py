@@ -1,4 +1,4 @@
-"""What a peer is told when it is refused or shown out: sentences, with nothing of Python in them.
+"""What a refused or disconnected peer is told: sentences, with nothing of Python in them.
 
 `test_sentences.py` damages messages and reads what is said. Here all places in the code that say
 something are read.

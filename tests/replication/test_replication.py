@@ -429,7 +429,8 @@ async def test_an_active_that_was_failed_over_comes_back_as_replica() -> None:
 async def test_a_replica_undoes_changes_that_the_new_active_never_had(
     undo_mutations: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A replica that ran ahead: exactly, as long as it is not indexed; else from nothing."""
+    """A replica that ran ahead undoes them exactly, as long as they are not indexed; otherwise it
+    starts from nothing."""
     new_histories: list[HistoryId] = []
     run = Commit.run
 

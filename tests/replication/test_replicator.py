@@ -222,7 +222,7 @@ async def starts_after_a_full_disk(follower: Replica) -> set[SeqNo]:
 
 
 async def test_the_disk_of_a_replica_hears_of_each_commit(autojump_clock: MockClock) -> None:
-    """Else it counted as idle, and was indexed a few changes at a time."""
+    """Otherwise it counted as idle, and was indexed a few changes at a time."""
     async with replica() as follower:
         await follower.receive(b"0")
         await follower.persist()
@@ -285,8 +285,8 @@ async def test_a_map_is_refused_for_what_a_commit_under_way_finds_no_room_for(
 async def test_a_replica_receives_nothing_while_a_map_waits_for_its_commit(
     autojump_clock: MockClock,
 ) -> None:
-    """Else a busy source could keep a map from being applied. Once the map is refused, the replica
-    goes on."""
+    """Otherwise a busy source could keep a map from being applied. Once the map is refused, the
+    replica goes on."""
     async with replica() as follower, trio.open_nursery() as nursery:
         await follower.receive(b"1")
         await follower.persist()
@@ -311,7 +311,7 @@ async def test_a_replica_receives_nothing_while_a_map_waits_for_its_commit(
 
 
 async def test_a_stop_on_a_full_disk_tells_what_it_drops(autojump_clock: MockClock) -> None:
-    """Else the server would end as if everything was on disk."""
+    """Otherwise the server would end as if everything was on disk."""
     followers: list[Replica] = []
 
     async def live_and_stop() -> None:

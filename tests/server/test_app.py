@@ -60,7 +60,7 @@ async def test_a_bucket_that_is_there_keeps_its_partitions_and_takes_a_new_quota
 async def test_answers_that_a_lower_quota_has_no_room_for_leave_the_disk_too(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Else they would come back at every start, and a rollback would not delete them."""
+    """Otherwise they would come back at every start, and a rollback would not delete them."""
     monkeypatch.setattr(catalog, "DELETED_ANSWERS_MAX", 100)
     directory = SimulatedDirectory()
 

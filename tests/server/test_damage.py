@@ -77,7 +77,7 @@ async def stored(is_index_damaged: bool) -> SimulatedStore:
 
 
 async def statuses(peer: Peer, *keys: bytes) -> list[int | None]:
-    """What a `Get` says of keys: None of one that has an item, else the flags."""
+    """What a `Get` says of keys: None for one that has an item, otherwise the flags."""
     await peer.say(Get(keys, partition=P0, opaque=peer.opaque()))
     chunk = (await peer.hear(GetReply)).chunk
     assert chunk.keys() == list(keys)
@@ -122,8 +122,8 @@ async def test_damage_is_reported_at_once_and_other_partitions_are_served(
 async def test_a_stop_beside_a_damaged_partition_is_clean_if_the_stop_before_was(
     autojump_clock: trio.testing.MockClock, was_clean: bool
 ) -> None:
-    """Should its record be readable again, the partition must begin the new history that it has
-    missed, and only an unclean stop has it do so."""
+    """If its record is readable again, the partition must begin the new history that it has missed,
+    and only an unclean stop has it do so."""
     store = SimulatedStore()
     async with serving(store) as server, speaking(server) as peer:
         for key, partition in ((K0, P0), (K1, P1)):

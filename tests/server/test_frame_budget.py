@@ -310,7 +310,7 @@ def test_agrees_with_a_sum_over_all_frames(steps: list[tuple[int, int, bool]]) -
 async def test_no_frame_is_read_while_others_are_dropped_in_steps(
     autojump_clock: MockClock,
 ) -> None:
-    """Else more could come in each turn than is dropped in it."""
+    """Otherwise more could come in each turn than is dropped in it."""
     frames = _Frames(100 * MIB)
     for number in range(8):
         frames.begin(f"{number}", MIB)

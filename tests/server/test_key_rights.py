@@ -140,7 +140,7 @@ def test_the_audit_log_has_changes_of_roles() -> None:
 
 
 async def written(peer: Peer, operation: Operation, *keys: bytes) -> bool:
-    """Whether these operations were taken in; else they are refused as a whole."""
+    """Whether these operations were taken in; if not, they are refused as a whole."""
     value = b"1"
     if operation in (Operation.INCREMENT, Operation.DECREMENT):
         value = CounterDelta(1, 0, True).encode()

@@ -211,7 +211,8 @@ async def test_connections_take_turns(
 async def test_a_connection_whose_request_is_queued_is_not_taken_for_silent(
     autojump_clock: trio.testing.MockClock,
 ) -> None:
-    """Nor is the server, though the peer is not read for five idle intervals."""
+    """The server does not count as silent either, though it does not read the peer for five idle
+    intervals."""
     store = HeldReads(FindItems)
     async with a_cold_key(store) as (server, _), connected(server, idle_interval_s=1) as peer:
         await peer.open(BUCKET)

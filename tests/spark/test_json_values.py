@@ -116,7 +116,7 @@ def test_a_value_without_what_is_not_null_does_not_fit() -> None:
 
 
 def test_floats_without_a_number_in_json_are_read_as_they_are_written() -> None:
-    """Else a row with one, which a write puts into a JSON object, would be read as null."""
+    """Otherwise a row with one, which a write puts into a JSON object, would be read as null."""
     words = b'{"f":"-Infinity","l":["NaN",1,null,"Infinity"]}'
     (value,) = parsed(words)
     assert value["f"] == -math.inf

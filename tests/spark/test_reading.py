@@ -121,7 +121,8 @@ def test_the_values_of_a_sample_are_not_held_together(monkeypatch: pytest.Monkey
 
 
 def test_a_batch_read_again_after_a_crash_has_the_same_histories() -> None:
-    """Else a sink would take its rows for others: partition, history and number identify a row."""
+    """Otherwise a sink would take its rows for others: partition, history and number identify a
+    row."""
     columns = types.StructType([StructField("history_id", *READ_COLUMNS["history_id"])])
     with served_keys(20) as (server, thread, options):
         partition = server.partitions[0]

@@ -394,7 +394,8 @@ def test_a_cut_is_read_under_its_own_lease_or_not_at_all(
     monkeypatch: pytest.MonkeyPatch, *, loses_changes: bool
 ) -> None:
     """A node that took over would grant another lease of the same name, on what it has left: and
-    nobody would notice the rows that are missing. Nor are numbers that it never had wrong options.
+    nobody would notice the rows that are missing. Numbers that it never had are not reported as
+    wrong options either.
     """
     driver = ModelDriverClient(1)
     driver.write(0, 0)

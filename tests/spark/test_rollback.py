@@ -23,7 +23,7 @@ from upr_protocol.spark.recipes import LatestState
 PARTITIONS = 4
 
 
-class Town:
+class RestorableServer:
     """A server whose data goes back, a stream of it, and a table that the stream keeps."""
 
     def __init__(self, spark: SparkSession, server: BlockingServer, folder: Path) -> None:
@@ -76,9 +76,9 @@ class Town:
 
 
 @pytest.fixture
-def town(spark: SparkSession, tmp_path: Path) -> Iterator[Town]:
+def restorable(spark: SparkSession, tmp_path: Path) -> Iterator[RestorableServer]:
     with blocking_server() as server:
-        yield Town(spark, server, tmp_path)
+        yield RestorableServer(spark, server, tmp_path)
 
 
 class PowerCutError(Exception):
@@ -92,9 +92,9 @@ class PowerCutError(Exception):
         [("between batches", "rewind"), ("planned", "marker"), ("in the sink", "rewind")],
     ),
 )
-def test_a_history_that_parts(town: Town, phase: str, on_rollback: str) -> None:
+def test_a_history_that_parts(restorable: RestorableServer, phase: str, on_rollback: str) -> None:
     """The query fails and says why; with markers it goes on, and its table is the server's."""
-    latest_state = LatestState(town.table)
+    latest_state = LatestState(restorable.table)
     went_to: list[int] = []
 
     def keep(frame: DataFrame, batch: int) -> None:
@@ -109,25 +109,25 @@ def test_a_history_that_parts(town: Town, phase: str, on_rollback: str) -> None:
         keep(frame, batch)
 
     def between() -> None:
-        town.delete(range(5))
-        town.write(range(20, 80), "never had")
+        restorable.delete(range(5))
+        restorable.write(range(20, 80), "never had")
         if phase == "between batches":
-            town.run(keep, on_rollback)
+            restorable.run(keep, on_rollback)
         else:
             with pytest.raises(StreamingQueryException, match="PowerCutError"):
-                town.run(dies, on_rollback)
+                restorable.run(dies, on_rollback)
 
-    town.write(range(40), "value")
-    town.run(keep, on_rollback)
-    town.go_back(between=between)
+    restorable.write(range(40), "value")
+    restorable.run(keep, on_rollback)
+    restorable.go_back(between=between)
     with pytest.raises(StreamingQueryException, match=r"\[UPR_ROLLBACK\] partition") as failed:
-        town.run(keep, "fail")
+        restorable.run(keep, "fail")
     assert "onRollback=marker" in str(failed.value)
     assert not went_to
-    town.run(keep, on_rollback)
-    town.check()
+    restorable.run(keep, on_rollback)
+    restorable.check()
     assert went_to
     assert all((seq > 0) == (on_rollback == "rewind") for seq in went_to)
-    town.write(range(85, 95), "later")
-    town.run(keep, on_rollback)
-    town.check()
+    restorable.write(range(85, 95), "later")
+    restorable.run(keep, on_rollback)
+    restorable.check()

@@ -339,7 +339,8 @@ TestLife.settings = PROFILE
 
 
 def test_tombstones_below_every_leased_range_go() -> None:
-    """A program that always holds a lease on the newest changes would else keep them for ever."""
+    """Otherwise a program that always holds a lease on the newest changes would keep them for
+    ever."""
     log, index = SimulatedDisk(), SimulatedDisk()
     ChunkLog(log).create(BucketRecord("b", 1, 0), [record_of(0)])
     storage, model = BucketStorage(log, index), Model(1)

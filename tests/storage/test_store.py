@@ -249,7 +249,7 @@ async def test_a_deleted_bucket_can_be_created_again(opener: Opener) -> None:
             nursery.start_soon(read)
             await store.ask(DeleteBucketFiles(BUCKET.name))
         assert (await store.ask(LoadBuckets())).buckets == []
-        # Nobody has a file of it open: else the disk would not get its room back.
+        # Nobody has a file of it open: otherwise the disk would not get its space back.
         assert mapped_files("/buckets/") == []
         await create(store)
         write = some_write(0, 0, 5)
@@ -1028,7 +1028,8 @@ async def test_reads_for_thousands_of_streams_hold_up_no_other_call() -> None:
 
 
 async def test_what_a_stream_that_has_ended_would_have_read_is_not_read() -> None:
-    """Else consumers that come and go would have others wait behind all that they asked for."""
+    """Otherwise consumers that come and go would have others wait behind all that they asked
+    for."""
     shared_memory = make_shared_memory()
     assert shared_memory is not None
     slots = SlotPool(shared_memory)
@@ -1059,7 +1060,8 @@ async def test_what_a_stream_that_has_ended_would_have_read_is_not_read() -> Non
 
 
 async def test_a_read_that_waits_is_left_out_with_its_caller_and_a_change_is_not() -> None:
-    """Else clients that ask again and again, as answers come late, would make all later still."""
+    """Otherwise clients that ask again and again, as answers come late, would make all later
+    still."""
     requests = [FetchRequest(b"%0250d" % index, 0, True) for index in range(20_000)]
     calls: list[StoreCall[Any]] = [
         CloseBucket("b"),

@@ -121,7 +121,8 @@ class Truncations(RuleBasedStateMachine):
 
     @rule(share=st.floats(0, 1))
     def truncate(self, share: float) -> None:
-        """To the newest end below a ceiling, if there is one that is not indexed; else to 0."""
+        """To the newest end below a ceiling, if there is one that is not indexed; otherwise to
+        0."""
         ceiling, floor = SeqNo(int(share * (self.received + 1))), SeqNo(self.mark)
         end = self.storage.log.find_snapshot_end(PARTITION, ceiling, floor)
         known_ends = [snapshot_end for snapshot_end in self.ends if floor < snapshot_end <= ceiling]
@@ -319,7 +320,8 @@ def test_a_crash_during_a_truncation_to_0_leaves_no_index_entries() -> None:
 
 @pytest.mark.parametrize("is_interrupted", [False, True])
 def test_a_full_disk_has_room_for_a_truncation_to_0_in_small_commits(is_interrupted: bool) -> None:
-    """Else a replica could not roll back; and after a crash on the way, its node not start."""
+    """Otherwise a replica could not roll back, and its node could not start after a crash
+    meanwhile."""
     log, index = SimulatedDisk(), FullDisk()
     bucket = BucketStorage(log, index)
     bucket.log.create(BucketRecord("b", 2, 0), [record(0)] * 2)

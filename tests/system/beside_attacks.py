@@ -3,9 +3,10 @@
     python -m tests.system.beside_attacks [--seconds 3] [NAME ...]
 
 Not a test, but for a quiet machine: rates mean nothing while others use it. All attacks take less
-than five minutes. Each attack has a server of its own. The good clients (`tests/kit/bystander.py`)
-keep a pace of 20 rounds a second: 50 changes, their acknowledgement, a barrier, and a comparison of
-what came with what was published. First they are alone, then beside the attack. The table says
+than five minutes. Each attack has a server of its own. The good clients
+(`tests/kit/good_clients.py`) keep a pace of 20 rounds a second: 50 changes, their acknowledgement,
+a barrier, and a comparison of what came with what was published. First they are alone, then beside
+the attack. The table says
 
 - their rounds a second alone and beside the attack, and the share that they kept;
 - how long a round took, the median and the worst, alone and beside it;
@@ -35,7 +36,7 @@ from typing import Final, Self
 import attrs
 import trio
 
-from tests.kit.bystander import PACE_S, bystanders
+from tests.kit.good_clients import PACE_S, good_clients
 from tests.kit.json_lines import JsonLines
 from tests.kit.process import ROOT, ServerProcess, environment, many_descriptors, server_process
 from tests.system.attacks import ATTACKS, MIB, NARROW, WIDE, Attack, Target
@@ -276,7 +277,7 @@ async def measure_all(attacks: Sequence[tuple[str, Attack]], seconds: float) -> 
 
 async def be_good(server: Target) -> None:
     """The good clients: they say how long their rounds took."""
-    async with bystanders(server) as good:
+    async with good_clients(server) as good:
         rounds_said = 0
         while True:
             await good.more_rounds(1)

@@ -156,7 +156,7 @@ def gathered(server: ServerProcess, count: int, greeting: bytes) -> list[socket.
 
 
 @attrs.define
-class Crowd:
+class StrangerGroup:
     """Strangers at a server, beside connections that were there before.
 
     Attributes:
@@ -176,9 +176,9 @@ class Crowd:
         """No strangers yet, at a server that has done some work for the good client."""
         for _ in range(5):
             await work(server, sink)
-        crowd = cls(server, asking)
-        crowd.good = await crowd.present()
-        return crowd
+        group = cls(server, asking)
+        group.good = await group.present()
+        return group
 
     async def present(self) -> int:
         """How many the server has accepted and not let go."""
@@ -222,26 +222,26 @@ async def measure(
         count = min(stranger_count, limit - DESCRIPTORS_BESIDE)
         # Each kind comes to a server of its own: what one frees is not returned to the system.
         async with served(certificates, folder / "greeting") as (server, asking, sink):
-            crowd = await Crowd.of_good_clients(server, asking, sink)
+            group = await StrangerGroup.of_good_clients(server, asking, sink)
             resident = server.resident_bytes
-            await crowd.come(min(greeting, count), HELLO)
-            greeted = len(crowd.sockets)
+            await group.come(min(greeting, count), HELLO)
+            greeted = len(group.sockets)
             greeting_bytes = (server.resident_bytes - resident) / greeted
-            await crowd.leave()
+            await group.leave()
         async with served(certificates, folder / "strangers") as (server, asking, sink):
-            crowd = await Crowd.of_good_clients(server, asking, sink)
+            group = await StrangerGroup.of_good_clients(server, asking, sink)
             alone = [await work(server, sink) for _ in range(PIECES_ALONE // 2)]
             resident, began = server.resident_bytes, trio.current_time()
             before_s = processor_s(server)
-            await crowd.come(count, HELLO[: len(HELLO) // 2])
-            arrived_count, came_s = len(crowd.sockets), trio.current_time() - began
+            await group.come(count, HELLO[: len(HELLO) // 2])
+            arrived_count, came_s = len(group.sockets), trio.current_time() - began
             arrival_s = (processor_s(server) - before_s) / arrived_count
             stranger_bytes = (server.resident_bytes - resident) / arrived_count
             beside = [await work(server, sink)]
             while trio.current_time() < began + HANDSHAKE_TIMEOUT_S - LEAVE_S - beside[-1].time_s:
                 beside.append(await work(server, sink))
-            stayed = await crowd.present()
-            await crowd.leave()
+            stayed = await group.present()
+            await group.leave()
             alone += [await work(server, sink) for _ in range(PIECES_ALONE // 2)]
     return Measured(
         stranger_count, greeted, greeting_bytes, arrived_count, stayed, stranger_bytes, arrival_s,

@@ -2,7 +2,8 @@
 the server's memory stays bounded, and others go on as if nothing had happened.
 
 A real server, real sockets. Beside every bad peer a publisher and a consumer are at work
-(`tests/kit/bystander.py`), who notice nothing; and the server's log speaks of no fault of its own.
+(`tests/kit/good_clients.py`), which notice nothing; and the server's log reports no fault of its
+own.
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ import pytest
 import trio
 from crc32c import crc32c
 
-from tests.kit.bystander import bystanders
 from tests.kit.effort import effort
+from tests.kit.good_clients import good_clients
 from tests.kit.longest_step import check_longest_step, runs_again_if_long
 from tests.kit.mirror import Mirror, assert_same, server_contents
 from tests.kit.peer import Peer, peer, sets
@@ -84,7 +85,7 @@ P0: Final = PartitionId(0)
 DEADLINES: Final = {"UPR_SERVER_SEND_TIMEOUT_S": "2"}
 """What is true after two seconds is true after the minute that is usual."""
 
-BYSTANDER_CONNECTIONS: Final = 3
+GOOD_CLIENT_CONNECTIONS: Final = 3
 SEND_TIMEOUT: Final = "send timeout; closing connection"
 
 
@@ -97,7 +98,7 @@ async def attacked(
     descriptors_max: int | None = None,
     step_max_s: float = LONGEST_STEP_S,
 ) -> AsyncIterator[ServerProcess]:
-    """A server with a bucket, and bystanders at work. However it is treated, it must not take
+    """A server with a bucket, and good clients at work. However it is treated, it must not take
     `grows_at_most` bytes more than when it began; and that is seen at its worst moment.
 
     Args:
@@ -113,7 +114,7 @@ async def attacked(
         async with publisher(server.url(BUCKET)) as sink:
             for index in range(items):
                 await sink.set(b"key-%d" % index, bytes(value_bytes))
-        async with bystanders(server):
+        async with good_clients(server):
             before = server.resident_bytes
             server.forget_peak()
             yield server
@@ -134,7 +135,9 @@ async def connections(server: ServerProcess) -> int:
     return connections - 1
 
 
-async def until_gone(server: ServerProcess, connections_left: int = BYSTANDER_CONNECTIONS) -> None:
+async def until_gone(
+    server: ServerProcess, connections_left: int = GOOD_CLIENT_CONNECTIONS
+) -> None:
     """Waits until the server has no more than `connections_left` connections."""
     with trio.fail_after(60):
         while True:
@@ -658,7 +661,7 @@ async def test_thousands_of_idle_connections() -> None:
             for index in range(peers):
                 bucket = BUCKET if index % 4 == 0 else ""
                 await stack.enter_async_context(peer(server.host, server.port, bucket))
-            assert await connections(server) == peers + BYSTANDER_CONNECTIONS
+            assert await connections(server) == peers + GOOD_CLIENT_CONNECTIONS
             await stack.aclose()
             await until_gone(server)
 
@@ -705,4 +708,4 @@ async def test_running_out_of_descriptors() -> None:
         late = Peer(strangers[-1])
         await late.greet()
         await late.open(BUCKET)
-        await until_gone(server, BYSTANDER_CONNECTIONS + 1)
+        await until_gone(server, GOOD_CLIENT_CONNECTIONS + 1)

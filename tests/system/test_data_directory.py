@@ -343,7 +343,7 @@ async def test_a_file_that_was_cut_is_noticed_before_anything_is_written(
     file = data / "buckets" / BUCKET / part / "data.mdb"
     whole = file.read_bytes()
     assert len(whole) > 20 * 4096
-    # Not the last page alone: that may be one that is free again, and then nothing is missing.
+    # More than the last page is cut off: that one may be free again, and then nothing is missing.
     for length in (len(whole) // 3, len(whole) * 2 // 3):
         with subtests.test(length=length):
             file.write_bytes(whole[:length])

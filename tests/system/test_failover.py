@@ -362,7 +362,7 @@ async def test_nodes_are_killed_and_come_back(tmp_path: Path) -> None:
                     await trio.sleep(draw.uniform(0, 0.2))
                     await victim.start(running.nursery)
                     await eventually(partial(writes.is_past, before + 8), "publishers go on")
-                    # Else a replica that is still being filled may be all that is left.
+                    # Otherwise a replica that is still being filled may be all that is left.
                     await caught_up(running)
                     await undoer.barrier()
                 stopped.set()

@@ -337,8 +337,8 @@ class Plan:
     Attributes:
         seed: What its moments are drawn from.
         quota_bytes: The bucket's memory.
-        has_room: Whether all that is written has room there. Else cursors of consumers are dropped,
-            and these then wait for the disk.
+        has_room: Whether all that is written has room there. If not, cursors of consumers are
+            dropped, and these then wait for the disk.
         value_bytes: How long values are, at most, but for a few large ones.
         lasts_s: By how often a drawn life lasts so long, at most, after it was seen at work.
         slow_pause_s: How long the slow consumer takes over each chunk.
@@ -352,7 +352,7 @@ class Plan:
     slow_pause_s: float
 
 
-class Town:
+class KilledServers:
     """A data directory and a port, and the servers that live there one after the other.
 
     Attributes:
@@ -607,23 +607,23 @@ async def kill(process: trio.Process, *, also_its_own: bool) -> None:
 
 async def lived(plan: Plan, data_dir: Path) -> Counter[str]:
     """Carries a plan out; gives what happened, counted."""
-    town = Town(plan, data_dir)
+    servers = KilledServers(plan, data_dir)
     try:
-        await town.run()
+        await servers.run()
     except BaseException as error:
-        error.add_note(f"This was {plan}, and until then there were {dict(town.seen)}")
+        error.add_note(f"This was {plan}, and until then there were {dict(servers.seen)}")
         raise
-    sums = town.persisted.sums
+    sums = servers.persisted.sums
     assert sums is not None
-    events = town.seen
-    events["operations"] = town.memory.operations + town.persisted.operations
-    events["persisted operations"] = town.persisted.operations
+    events = servers.seen
+    events["operations"] = servers.memory.operations + servers.persisted.operations
+    events["persisted operations"] = servers.persisted.operations
     events["increments"] = sums.increments
-    events["resent"] = town.memory.resent + town.persisted.resent
-    events["rollbacks"] = town.fast.rollbacks + town.slow.rollbacks
-    events["mutations followed"] = town.fast.mirror.mutations + town.slow.mirror.mutations
+    events["resent"] = servers.memory.resent + servers.persisted.resent
+    events["rollbacks"] = servers.fast.rollbacks + servers.slow.rollbacks
+    events["mutations followed"] = servers.fast.mirror.mutations + servers.slow.mirror.mutations
     print(dict(events))  # noqa: T201  # shown with -s
-    # Else it was about nothing.
+    # Otherwise the test would show nothing.
     lives = sum(ENDINGS.values())
     assert {ending: events[ending] for ending in ENDINGS} == ENDINGS
     assert events["operations"] > 100 * lives, events

@@ -14,8 +14,8 @@ from typing import Final
 import pytest
 import trio
 
-from tests.kit.bystander import bystanders
 from tests.kit.effort import effort
+from tests.kit.good_clients import good_clients
 from tests.kit.longest_step import check_longest_step, runs_again_if_long
 from tests.kit.peer import Peer, peer
 from tests.kit.placed_keys import key_in
@@ -49,12 +49,12 @@ STREAM_BYTES_MAX: Final = 1500
 
 @asynccontextmanager
 async def quick_server() -> AsyncIterator[ServerProcess]:
-    """A server with a bucket of 1,024 partitions, and bystanders; none of its steps may be long."""
+    """A server with a bucket of 1,024 partitions, and good clients. No step of it may be long."""
     with many_descriptors():
         async with server_process("--log-level", "warning", "--node", "a") as server:
             async with connect(server.url()) as client:
                 await client.create_bucket(BUCKET, PARTITIONS_MAX)
-            async with bystanders(server):
+            async with good_clients(server):
                 yield server
             async with connect(server.url()) as client:
                 await check_longest_step(client, LONGEST_STEP_S)

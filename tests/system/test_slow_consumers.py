@@ -111,7 +111,7 @@ async def load(sink: Publisher, first: int, end: int) -> None:
 
 
 @attrs.frozen
-class Town:
+class WatchedServer:
     """A server with an empty bucket, somebody who watches it and its processes for the disk, and a
     publisher."""
 
@@ -147,7 +147,7 @@ class Town:
         """The consumers are awake: they end with what the server has."""
         statistics = await self.statistics()
         # How many depends on how soon the disk has what memory is to be rid of.
-        assert statistics["cursors_dropped"] > 0, "else nobody was slow"
+        assert statistics["cursors_dropped"] > 0, "otherwise nobody was slow"
         figures = await following.said()
         assert figures["wrong"] == 0
         assert figures["complete"] == count
@@ -158,8 +158,8 @@ class Town:
 
 
 @asynccontextmanager
-async def town(tmp_path: Path, consumer_count: int = 0) -> AsyncIterator[Town]:
-    """See `Town`."""
+async def watched_server(tmp_path: Path, consumer_count: int = 0) -> AsyncIterator[WatchedServer]:
+    """See `WatchedServer`."""
     async with server_process("--log-level", "warning", data_dir=tmp_path / "data") as server:
         async with connect(server.url()) as client:
             await client.create_bucket(BUCKET, PARTITIONS, QUOTA_BYTES)
@@ -170,7 +170,7 @@ async def town(tmp_path: Path, consumer_count: int = 0) -> AsyncIterator[Town]:
             nursery.start_soon(watch.run)
             nursery.start_soon(storage_watch.run)
             async with publisher(url) as sink:
-                yield Town(url, watch, storage_watch, sink)
+                yield WatchedServer(url, watch, storage_watch, sink)
             nursery.cancel_scope.cancel()
         assert storage_watch.more_bytes < STORAGE_BYTES
         assert watch.more_bytes < BOUND_BYTES + consumer_count * ON_THEIR_WAY_BYTES
@@ -179,34 +179,34 @@ async def town(tmp_path: Path, consumer_count: int = 0) -> AsyncIterator[Town]:
 @thorough
 @pytest.mark.timeout(600)
 async def test_nobody_follows(tmp_path: Path) -> None:
-    async with town(tmp_path) as there:
-        await there.load(0, BEFORE, "alone, at first")
-        await there.load(BEFORE, COUNT, "alone")
-        assert await there.mutations() == COUNT
+    async with watched_server(tmp_path) as watched:
+        await watched.load(0, BEFORE, "alone, at first")
+        await watched.load(BEFORE, COUNT, "alone")
+        assert await watched.mutations() == COUNT
 
 
 @thorough
 @pytest.mark.timeout(600)
 async def test_a_consumer_that_is_stopped(tmp_path: Path) -> None:
-    async with town(tmp_path) as there, consumers(there.url, 1) as following:
+    async with watched_server(tmp_path) as watched, consumers(watched.url, 1) as following:
         assert await following.said() == {"ready": True}
-        await there.load(0, BEFORE, "with a consumer that follows")
+        await watched.load(0, BEFORE, "with a consumer that follows")
         following.stop()
-        await there.load(BEFORE, COUNT, "with a consumer that is stopped")
+        await watched.load(BEFORE, COUNT, "with a consumer that is stopped")
         following.wake()
-        await there.end(following, 1)
+        await watched.end(following, 1)
 
 
 @pytest.mark.timeout(600)
 async def test_a_consumer_that_is_stopped_inside_a_snapshot(tmp_path: Path) -> None:
-    async with town(tmp_path) as there:
-        await there.load(0, BEFORE, "alone")
-        async with consumers(there.url, 1, "stop") as following:
+    async with watched_server(tmp_path) as watched:
+        await watched.load(0, BEFORE, "alone")
+        async with consumers(watched.url, 1, "stop") as following:
             assert await following.said() == {"inside": True}
-            await there.load(BEFORE, COUNT, "with a consumer that is stopped inside a snapshot")
+            await watched.load(BEFORE, COUNT, "with a consumer that is stopped inside a snapshot")
             following.wake()
             assert await following.said() == {"ready": True}
-            await there.end(following, 1)
+            await watched.end(following, 1)
 
 
 @thorough
@@ -216,9 +216,9 @@ async def test_many_consumers_that_are_stopped(tmp_path: Path) -> None:
     _, descriptors_max = resource.getrlimit(resource.RLIMIT_NOFILE)
     if descriptors_max < 4 * many:
         pytest.skip(f"it needs {4 * many} descriptors, and there are {descriptors_max}")
-    async with town(tmp_path, many) as there, consumers(there.url, many) as following:
+    async with watched_server(tmp_path, many) as watched, consumers(watched.url, many) as following:
         assert await following.said() == {"ready": True}
         following.stop()
-        await there.load(0, COUNT, f"with {many} consumers that are stopped")
+        await watched.load(0, COUNT, f"with {many} consumers that are stopped")
         following.wake()
-        await there.end(following, many)
+        await watched.end(following, many)

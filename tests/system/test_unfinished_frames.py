@@ -12,7 +12,7 @@ from typing import Final
 import pytest
 import trio
 
-from tests.kit.bystander import bystanders
+from tests.kit.good_clients import good_clients
 from tests.kit.peer import Peer, peer
 from tests.kit.process import ServerProcess, many_descriptors, server_process
 from upr_kernel import pack_header
@@ -43,7 +43,7 @@ async def _begin_frame(bad: Peer, length: int, count: int) -> None:
 async def test_headers_without_bodies_do_not_hold_up_others() -> None:
     """Sixteen connections announce 32 MiB each, more than the server has for unfinished frames, and
     send a byte now and then. A value of 2 MiB is taken beside them at once."""
-    async with server_process() as server, bystanders(server) as good, AsyncExitStack() as stack:
+    async with server_process() as server, good_clients(server) as good, AsyncExitStack() as stack:
         await _create(server)
         for _ in range(16):
             bad = await stack.enter_async_context(peer(server.host, server.port, BUCKET))
@@ -63,7 +63,7 @@ async def test_frames_that_end_just_before_their_ends_are_bounded() -> None:
         count = min(600, limit // 2 - 100)
         async with (
             server_process() as server,
-            bystanders(server) as good,
+            good_clients(server) as good,
             trio.open_nursery() as nursery,
         ):
             await _create(server)

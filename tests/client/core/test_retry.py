@@ -76,7 +76,7 @@ def test_which_errors_are_retryable(error: Exception, expected: bool) -> None:
     assert is_retryable(error) is expected
 
 
-def test_patience_counts_from_the_first_failure_without_progress() -> None:
+def test_the_retry_timeout_counts_from_the_first_failure_without_progress() -> None:
     retry = RetryState(10.0, lambda: 0.5)
     error = BrokenError("lost")
     assert retry.wait_after_failure_s(error, 1000.0) > 0

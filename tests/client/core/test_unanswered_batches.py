@@ -173,7 +173,8 @@ class Machine(RuleBasedStateMachine):
 
     @rule(partition=st.integers(0, PARTITIONS - 1))
     def activate(self, partition: int) -> None:
-        # Were some refused and later ones taken, the refused ones could not go before them again.
+        # If some were refused and later ones taken, the refused ones could not go before them
+        # again.
         if partition not in {run.partition for r in self.arrived for run in r.bundle.runs}:
             self.inactive.discard(partition)
 
@@ -196,7 +197,7 @@ class Machine(RuleBasedStateMachine):
 
     @rule(seconds=st.floats(0.01, 1.0))
     def let_time_pass(self, seconds: float) -> None:
-        # Not so much that a batch would be given up: that is tried elsewhere.
+        # No more time passes than leaves every batch alive: giving up is tried elsewhere.
         if self.now + seconds < RETRY_TIMEOUT_S:
             self.now += seconds
         self.pump()

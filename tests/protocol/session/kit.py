@@ -100,7 +100,7 @@ Cut = Callable[[bytes], Iterable[bytes]]
 
 
 def whole(data: bytes) -> Iterable[bytes]:
-    """Not at all."""
+    """They are not split."""
     return (data,)
 
 

@@ -140,7 +140,7 @@ DOINGS: Final = st.lists(
 
 
 def _do(doing: int | str, loop: Loop | Quick, cookie: str = "") -> None:
-    """Does what can be done: a turn that somebody has is sent or passed, else they go on."""
+    """Does what can be done: a turn that somebody has is sent or passed; otherwise both go on."""
     if isinstance(doing, int):
         loop.mutate(doing)
     elif doing == "barrier":

@@ -158,7 +158,7 @@ def test_answers_come_from_the_other_side_with_the_high_bit_set(kind: type[Messa
 def test_messages_that_come_in_numbers_have_struct_code() -> None:
     names = {kind.__name__ for kind in HOT}
     assert {"PartitionStart", "PartitionChunk", "PartitionEnd", "Mutate", "MutateReply"} <= names
-    # And those with a row for each of thousands of buckets: else one holds the loop for 40 ms.
+    # And those with a row for each of thousands of buckets: otherwise one holds the loop for 40 ms.
     assert {"EventsReply", "ListBucketsReply"} <= names
 
 
@@ -437,7 +437,7 @@ def test_a_flag_is_set_by_any_byte_but_zero(flag: int) -> None:
 
 
 def test_the_memory_of_a_parsed_frame_needs_no_garbage_collection() -> None:
-    """Else many large frames would pile up before the collector comes by."""
+    """Otherwise many large frames would pile up before a collection."""
     body = b"".join(Lease(LeaseAction.ACQUIRE, 1, 60, "owner", ((0, 1, 2),)).frame_buffers())[
         HEADER_BYTES:
     ]

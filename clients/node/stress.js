@@ -1,6 +1,6 @@
 'use strict'
 // Publishes and consumes while somebody kills the server and cuts connections:
-//   node torture.js HOST PORT BUCKET PARTITIONS ROUNDS
+//   node stress.js HOST PORT BUCKET PARTITIONS ROUNDS
 // prints "round N" after each round and waits for a line on standard input, in which time somebody does
 // harm; it publishes on meanwhile. At the end it prints what came of it, as JSON.
 

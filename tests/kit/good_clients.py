@@ -11,7 +11,7 @@ import trio
 from tests.kit.mirror import Mirror, assert_same, server_contents
 from upr_protocol.client import Consumer, Publisher, connect, consume, publisher
 
-BUCKET: Final = "bystanders"
+BUCKET: Final = "good-clients"
 PARTITIONS: Final = 4
 KEYS: Final = 200
 SETS_A_ROUND: Final = 50
@@ -34,7 +34,7 @@ class Served(Protocol):
         """The URL of a bucket there, or of the server."""
 
 
-class Bystanders:
+class GoodClients:
     """Publishes, waits for a barrier, and looks whether everything came: a round. And again.
 
     Attributes:
@@ -90,22 +90,22 @@ class Bystanders:
 
 
 @asynccontextmanager
-async def bystanders(server: Served) -> AsyncIterator[Bystanders]:
+async def good_clients(server: Served) -> AsyncIterator[GoodClients]:
     """A publisher and a consumer at work for as long as the context. On the way out what they have
     is compared with what the server has, and it is seen that nobody was in their way."""
     async with connect(server.url()) as client:
         await client.create_bucket(BUCKET, PARTITIONS)
     url = server.url(BUCKET)
     async with consume(url) as consumer, publisher(url) as sink, connect(url) as client:
-        bystanders = Bystanders(consumer, sink)
+        clients = GoodClients(consumer, sink)
         async with trio.open_nursery() as nursery:
-            nursery.start_soon(bystanders._follow)
-            nursery.start_soon(bystanders._work)
-            await bystanders.more_rounds(2)
-            yield bystanders
-            await bystanders.more_rounds()
+            nursery.start_soon(clients._follow)
+            nursery.start_soon(clients._work)
+            await clients.more_rounds(2)
+            yield clients
+            await clients.more_rounds()
             nursery.cancel_scope.cancel()
-        bystanders.check()
+        clients.check()
         await sink.flush()
-        written_items = bystanders._written
+        written_items = clients._written
         assert_same(written_items, await server_contents(client, written_items), PARTITIONS)
