@@ -228,3 +228,25 @@ def test_a_widened_chunk_differs_in_its_start(start: int, nbytes: int) -> None:
     while not widened.copy(nbytes):
         pass
     assert widened.chunk() == Chunk.build(rows, SeqNo(start), SeqNo(9))
+
+
+def test_a_batch_of_large_values_is_taken_in_or_not_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory runs out while its values are copied."""
+    partition = new_partition()
+    chunk = writable(*[Mutation(Operation.SET, key, value_of(1, LARGE)) for key in KEYS])
+    copies, mutation = iter(range(3)), Chunk.mutation
+
+    def copied(chunk: Chunk, row: int) -> Mutation:
+        if next(copies) == 2:
+            raise MemoryError
+        return mutation(chunk, row)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Chunk, "mutation", copied)
+        with pytest.raises(MemoryError):
+            partition.mutate(batch_of(chunk), now=NOW)
+    assert (partition.high_seq, len(partition.table)) == (0, 0)
+    partition.check_invariants()
+    partition.mutate(batch_of(chunk), now=NOW)
+    assert partition.item_count == len(KEYS)
+    partition.check_invariants()

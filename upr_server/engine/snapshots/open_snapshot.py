@@ -171,10 +171,15 @@ class OpenSnapshot:
         first_cas: Cas,
         table: HashTable,
     ) -> None:
-        for offset in range(high - low):
-            # The memory of a large chunk is nobody else's.
-            is_alone = chunk.count == 1 and chunk.nbytes > LARGE_BYTES
-            row = chunk.shared_mutation(0) if is_alone else chunk.mutation(low + offset)
+        # The memory of a large chunk is nobody else's.
+        is_alone = chunk.count == 1 and chunk.nbytes > LARGE_BYTES
+        # First the memory: where it runs out, nothing has changed.
+        rows = (
+            [chunk.shared_mutation(0)]
+            if is_alone
+            else [chunk.mutation(index) for index in range(low, high)]
+        )
+        for offset, row in enumerate(rows):
             seq, cas = SeqNo(first_seq + offset), Cas(first_cas + offset)
             previous_seq = table.put(row.key, seq)
             self.add(
