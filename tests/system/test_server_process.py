@@ -12,6 +12,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final
 
@@ -42,11 +43,12 @@ from upr_protocol.client import (
     consume,
     publisher,
 )
-from upr_protocol.errors import Status
+from upr_protocol.errors import Status, UprError
 from upr_protocol.hashing import partition_of
-from upr_protocol.ids import PartitionId
+from upr_protocol.ids import Durability, PartitionId
 from upr_protocol.wire import Error, Message, StreamEnd
 from upr_server.cli import main
+from upr_server.runtime import OUT_OF_MEMORY
 
 BUCKET: Final = "planes"
 PARTITIONS: Final = 4
@@ -503,6 +505,38 @@ async def test_a_start_without_threads_is_one_sentence(command: str, tmp_path: P
     assert (finished.code, finished.out) == (1, "")
     assert "ended: the system gives it no more threads" in finished.err
     assert finished.err.count("\n") == 1
+
+
+WITHOUT_MEMORY: Final = """
+from upr_server.buckets.upkeep import Upkeep
+from upr_server.entry import upr_server
+
+async def run_freeing(upkeep):
+    await upkeep._relief_wanted.wait()
+    raise MemoryError
+
+Upkeep.run_freeing = run_freeing
+upr_server()
+"""
+"""A server that gets no more memory as soon as something was put on disk."""
+
+
+async def test_a_server_without_memory_ends_with_a_sentence(tmp_path: Path) -> None:
+    data = tmp_path / "data"
+    program = (sys.executable, "-c", WITHOUT_MEMORY)
+    errors = ["the server has to stop"]
+    async with server_process(data_dir=data, program=program, errors=errors) as server:
+        with suppress(UprError):
+            async with connect(server.url()) as client:
+                await client.create_bucket("b", 1)
+            async with connect(server.url("b")) as client:
+                await client.set("key", "value", durability=Durability.PERSISTED)
+        assert await server.wait() == 1
+        assert server.log_text.splitlines()[-1] == f"upr-server: {OUT_OF_MEMORY}"
+        assert "Traceback" not in server.log_text
+    async with server_process(data_dir=data) as server, connect(server.url("b")) as client:
+        item = await client.get("key")
+        assert item is not None
 
 
 @pytest.mark.parametrize("process", ["server", "writer"])

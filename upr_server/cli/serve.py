@@ -15,7 +15,13 @@ from upr_protocol.concurrency import first_failure
 from upr_protocol.errors import UprError
 from upr_server.cli.output import EXIT_FAILED, EXIT_UNSAVED, discard_output, print_text, say
 from upr_server.cli.parameters import loaded_config, with_settings
-from upr_server.runtime import collect_only_young, keep_heap_small, raise_file_limit, set_up_logging
+from upr_server.runtime import (
+    OUT_OF_MEMORY,
+    collect_only_young,
+    keep_heap_small,
+    raise_file_limit,
+    set_up_logging,
+)
 from upr_server.startup import serve
 
 if TYPE_CHECKING:
@@ -58,12 +64,14 @@ def serve_command(config_path: Path | None, **options: Any) -> None:
     except* UprError as errors:
         say(str(first_failure(errors)))
         sys.exit(EXIT_FAILED)
-    except* (OSError, MemoryError, ImportError) as errors:
+    except* MemoryError:
+        say(OUT_OF_MEMORY if is_listening else "cannot start: out of memory; look at `ulimit -a`")
+        sys.exit(EXIT_FAILED)
+    except* (OSError, ImportError) as errors:
         # Later it is a fault of ours, and keeps its traceback.
         if is_listening:
             raise
-        reason = str(first_failure(errors)) or "out of memory"
-        say(f"cannot start: {reason}; look at `ulimit -a`")
+        say(f"cannot start: {first_failure(errors)}; look at `ulimit -a`")
         sys.exit(EXIT_FAILED)
     if loss:
         say(f"{loss}; data that was only in memory is lost; the log says how much")

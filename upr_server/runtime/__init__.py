@@ -8,7 +8,7 @@ from upr_server.runtime.failed_log_ins import (
     FailedLogIns,
     network_of,
 )
-from upr_server.runtime.faults import essential
+from upr_server.runtime.faults import OUT_OF_MEMORY, essential
 from upr_server.runtime.listeners import (
     BoundListeners,
     ListenError,
@@ -36,6 +36,7 @@ from upr_server.runtime.turn_timer import TurnTimer
 __all__ = [
     "FAILURES_MAX",
     "FAILURE_DELAY_S",
+    "OUT_OF_MEMORY",
     "SHORT_SLICE_S",
     "AuditLog",
     "AuditLogError",

@@ -17,6 +17,12 @@ from upr_protocol.errors import UprError
 IS_LOGGED: Final = "(the log has this failure, with the time when it happened)"
 """A note on an exception that was logged: tasks lie in one another, and each raises it."""
 
+OUT_OF_MEMORY: Final = (
+    "the system gives the server no more memory: raise its limit (`ulimit -v`, or that of its "
+    "container), or lower the quotas of its buckets, and start it again"
+)
+"""What is said where memory runs out. That is no fault: what was asked for may be needed."""
+
 P = ParamSpec("P")
 
 log = structlog.get_logger(__name__)
@@ -53,6 +59,9 @@ def _log_failure(failure: Exception) -> None:
     failure.add_note(IS_LOGGED)
     if isinstance(failure, UprError):
         log.critical("the server has to stop", error=str(failure))
+        return
+    if isinstance(failure, MemoryError):
+        log.critical("the server has to stop", error=OUT_OF_MEMORY)
         return
     log.critical(
         "the server has to stop because of a fault of its own; start it again, and report the fault"
