@@ -28,7 +28,7 @@ _MASKS: Final = (
     (re.compile(r"^(uprs?://)?.*@", re.DOTALL | re.IGNORECASE), r"\1***@"),
     (re.compile(r"\?.*", re.DOTALL), "?***"),
     (re.compile(r"#.*", re.DOTALL), "#***"),
-    # What stands in the place of a port, and is none: the host may have been left out.
+    # A text that stands in the place of the port and is no port: the host may have been left out.
     (re.compile(r":(?!\d{1,5}(?:[,/?#]|\Z))[^:,/?#\[\]]+(?=[,/?#]|\Z)"), ":***"),
 )
 """What may be a password in a URL that is refused, and what is shown in its place."""

@@ -2,9 +2,9 @@
 it.
 
 The client learns the salt and the number of iterations, and proves that it has the key that follows
-from the password. The server then proves that it has the verifier. Who listens can do neither. With
-channel binding (`SCRAM-SHA-256-PLUS`) the proofs hold for one encrypted connection only: somebody
-in between, with another certificate, cannot pass them on.
+from the password. The server then proves that it has the verifier. Somebody who reads the messages
+can do neither. With channel binding (`SCRAM-SHA-256-PLUS`) the proofs hold for one encrypted
+connection only: somebody in between, with another certificate, cannot pass them on.
 
     client -> server   n,,n=user,r=CLIENT_NONCE
     server -> client   r=CLIENT_NONCE+SERVER_NONCE,s=SALT,i=ITERATIONS

@@ -1,4 +1,4 @@
-"""How a link to a server is protected. Whoever connects gives it once, with the address."""
+"""How a link to a server is protected. A program that connects gives it once, with the address."""
 
 from __future__ import annotations
 

@@ -64,8 +64,9 @@ class UserStore:
         self._equal_rights.clear()
 
     def rights_of(self, name: str | None, bucket: str) -> BucketRights:
-        """What a user may do with a bucket; see `Users.rights_of`. O(1) for those who asked since
-        the last change; else O(grants of the user + roles), where others with the roles have."""
+        """What a user may do with a bucket; see `Users.rights_of`. O(1) if the user's rights were
+        asked for since the last change; O(grants of the user + roles) if only those of the user's
+        roles were."""
         if self._users.is_open:
             return ALL_RIGHTS
         user = None if name is None else self._users.get(name)
@@ -164,7 +165,7 @@ class UserStore:
             return True
 
     async def _put(self, users: Users) -> None:
-        # Who asked for it may leave meanwhile. What is on disk must be in memory, too.
+        # The client that asked for it may leave meanwhile. What is on disk must be in memory, too.
         with trio.CancelScope(shield=True):
             await self._store.ask(SaveUsers(users.to_json().encode()))
             self.users = users

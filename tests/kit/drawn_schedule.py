@@ -78,7 +78,7 @@ class FailoverSchedule(DrawnSchedule):
         self._disasters = True
 
     def _fail_over(self) -> None:
-        # Whoever streams from a partition that fails over loses the connection.
+        # A client that streams from a partition that fails over loses the connection.
         assert self._net is not None
         self._net.cut()
         for connection in list(self.server.connections):

@@ -22,7 +22,8 @@ from upr_protocol.ids import Operation
 class Mirror:
     """Applies a consumer's events, and checks what the protocol promises about each.
 
-    Across a resume mutations may come again; whoever resumes gives a new mirror the old `items`.
+    Across a resume mutations may come again; a test that resumes gives a new mirror the old
+    `items`.
 
     Attributes:
         items: By partition and key what the key holds: its number and value.

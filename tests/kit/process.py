@@ -103,8 +103,8 @@ class ServerProcess:
 
     @property
     def faults(self) -> list[dict[str, Any]]:
-        """The log's events that speak of a fault of the server's own; that there are no descriptors
-        left is none."""
+        """The log's events that report a fault of the server's own. A lack of descriptors is not
+        such a fault."""
         return [
             event
             for event in self.events()

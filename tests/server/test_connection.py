@@ -827,7 +827,7 @@ async def test_a_shut_window_holds_back_chunks_and_nothing_else() -> None:
             await trio.testing.wait_all_tasks_blocked()
         peer.session.acknowledge(24 + chunk.chunk.nbytes)
         await peer.say()
-        # Had a snapshot begun while the window was shut, the first chunk would end at 2.
+        # If a snapshot had begun while the window was shut, the first chunk would end at 2.
         chunk = await peer.hear(PartitionChunk)
         assert (chunk.chunk.count, chunk.chunk.end) == (1, 4)
 

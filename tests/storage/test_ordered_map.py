@@ -26,7 +26,7 @@ from upr_server.storage.simulated_disk import SimulatedDisk
 MAP_BYTES: Final = 1024 * 1024
 LMDB_MAGIC: Final = (0xBEEFC0DE).to_bytes(4, "little")
 LAST_PAGE: Final = 136  # the place in a meta page of the number of the last page in use
-# The key of one byte of 0 is LMDB's own: see `lmdb_store.COMMIT`.
+# The map itself uses the key of one zero byte: see `lmdb_ordered_map.COMMIT`.
 LOWEST, HIGHEST = b"\0\0", b"\xff" * 40
 
 KEYS: Final = st.one_of(

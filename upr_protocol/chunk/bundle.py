@@ -26,8 +26,8 @@ class BundleRun(NamedTuple):
         counter: Rises with each new run of its writer to this partition, from 1. The same counter
             means the same run again. 0 in a bundle without a writer.
         chain: CRC32C over the CRCs of all runs of the writer to this partition, each as a chunk of
-            its own, up to and with this one (`Chunk.chained`). A run that is sent again must have
-            the same. 0 for none.
+            its own, up to and with this one (`Columns.chained_crc`). A run that is sent again must
+            have the same. 0 for none.
     """
 
     partition: PartitionId

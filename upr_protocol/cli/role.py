@@ -24,8 +24,8 @@ from upr_protocol.users import AddRole, Grant, GrantToRole, RemoveRole, RevokeFr
 def role() -> None:
     """Say what the users of a role may do.
 
-    A role has rights, as a user has. Who has the role may do what it allows: give it with `upr user
-    assign`. A change counts as quickly as one of a user does.
+    A role has rights, as a user has. A user who has the role may do what it allows: give it with
+    `upr user assign`. A change counts as quickly as one of a user does.
     """
 
 

@@ -188,7 +188,7 @@ def lease_rows(statistics: dict[str, Any]) -> list[LeaseRow]:
     """The leases that a bucket's statistics list.
 
     Raises:
-        RemoteProtocolError: They list none: the server is none of ours, or of another version.
+        RemoteProtocolError: They list none: the server is another program, or has another version.
     """
     try:
         return msgspec.convert(statistics, _BucketStatistics).leases.leases

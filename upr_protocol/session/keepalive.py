@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 DEAD_AFTER_INTERVALS = 2
-"""How many idle intervals of silence make a peer dead: one `NOOP` may be late, not two."""
+"""How many idle intervals of silence make a peer dead: one `Noop` may be late, not two."""
 
 
 class KeepAlive:

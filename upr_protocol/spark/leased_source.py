@@ -17,7 +17,7 @@ _OWN_OPTIONS: Final = (_LEASE_ID, _ACQUIRES_LEASE)
 
 class LeasedDataSource(UprDataSource):
     """The data source, for a read under a lease whose ID is known before. A data source does not
-    know when a read is over. Whoever reads knows it, and can release the lease.
+    know when a read is over. The program that reads knows it, and can release the lease.
     """
 
     def __init__(self, options: MutableMapping[str, str]) -> None:

@@ -37,7 +37,7 @@ class Verifier(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     server_key: bytes
 
     def __repr__(self) -> str:
-        # Whoever reads a log must not be able to try passwords.
+        # A person who reads a log must not be able to try passwords.
         return f"Verifier(iterations={self.iterations})"
 
     def check(self) -> None:

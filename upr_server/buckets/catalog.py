@@ -92,7 +92,8 @@ class BucketCatalog:
         purge_age_s: How old a tombstone must be to be forgotten.
         observer: Is told what becomes of buckets.
         rest_s: How long the disk of a bucket with which there is nothing to do is left alone,
-            unless its `maintenance` is woken. Whoever gives more than the default wakes it.
+            unless its `maintenance` is woken. A caller that gives more than the default must wake
+            it.
 
     Attributes:
         buckets: By name.
@@ -344,7 +345,8 @@ class BucketCatalog:
                     await trio.lowlevel.checkpoint()
             incarnation = self._new_id()
             record = BucketRecord(name, len(states), quota_bytes, incarnation=incarnation)
-            # A client that asked for it may leave meanwhile. What is on disk must be in memory too.
+            # The client that asked for it may leave meanwhile. What is on disk must be in memory,
+            # too.
             with trio.CancelScope(shield=True):
                 await self._store.ask(CreateBucketFiles(record, partitions))
                 bucket = self.buckets.begin(
@@ -421,8 +423,8 @@ class BucketCatalog:
 
         Raises:
             BucketError: No bucket has this name.
-            StorageError: It could not be deleted. Its name stays taken, and it is not served; who
-                deletes it again tries again.
+            StorageError: It could not be deleted. Its name stays taken, and it is not served.
+                Another call tries again.
         """
         async with self._lock:
             if name in self.damaged:

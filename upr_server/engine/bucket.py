@@ -180,8 +180,8 @@ class Bucket:
 
     def release_partitions(self) -> Iterator[None]:
         """The bucket was deleted: lets go of its partitions, in steps, so that their memory is
-        freed once nobody else uses them. Who waits for replicas of one is told that they will not
-        have it. The bucket has none from the first step on."""
+        freed once nobody else uses them. Callers that wait for replicas of a partition are told
+        that these will not have it. The bucket has none from the first step on."""
         partitions, self.partitions = list(self.partitions), ()
         self.open_rows = ()
         self._collapsible.clear()
@@ -344,7 +344,8 @@ class BucketObserver(Protocol):
             bucket: The bucket.
             designs: The keys of the design documents that changed. The bare prefix says that any of
                 them may have.
-            batch_count: How many batches were taken in together; 1 for a change that is none.
+            batch_count: How many batches were taken in together; 1 for a change that is not a
+                batch.
         """
 
 

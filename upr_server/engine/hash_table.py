@@ -25,7 +25,8 @@ class HashTable:
 
     Attributes:
         evicted_through: Keys were forgotten whose newest mutations had numbers up to this.
-        kernel_table: The kernel's table. Who changes it without a call here accounts what it grows.
+        kernel_table: The kernel's table. Code that changes it without a call here must account for
+            its growth.
     """
 
     __slots__ = (

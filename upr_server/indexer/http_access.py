@@ -207,7 +207,7 @@ class HttpAccess:
         if age_s >= AWAY_S:
             await self._ask_about_node(node, authorization, peer)
             return
-        # Who opens a link does not wait for a server that hangs.
+        # A node that opens a link does not wait for a server that hangs.
         with trio.move_on_after(NODE_ASK_S):
             await self._ask_about_known_node(node, authorization, peer)
 

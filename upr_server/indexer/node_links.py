@@ -108,7 +108,7 @@ async def _take_questions(
     """Takes questions until the other node has gone, or asks nothing for `SILENT_S`."""
     async with aclosing(frames.received_messages()) as messages:
         while True:
-            # Who does not read the answers gets no more of them.
+            # A node that does not read the answers gets no more of them.
             await frames.wait_until_unsent_below(OUTBOX_BYTES_MAX)
             message = None
             with trio.move_on_after(SILENT_S) as scope:

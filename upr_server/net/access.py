@@ -209,8 +209,8 @@ class Access:
         return own_writer
 
     def own_writers(self, writers: bytes) -> bytes:
-        """`own_writer` of several IDs, one behind the other; zeros are none, and stay so.
-        O(writers), O(1) where nobody logged in."""
+        """`own_writer` of several IDs, one behind the other; zeros stand for no writer, and stay
+        zeros. O(writers), O(1) where nobody logged in."""
         if self.user_name is None:
             return writers
         each_writer = (

@@ -132,8 +132,8 @@ class PublisherCredit:
 
     def top_up(self) -> None:
         """Grants more when enough was spent. While the bucket is over its quota nothing is granted:
-        the memory is freed first, and then this is called again. Who publishes to a bucket that was
-        deleted gets the least that there is, and hears so with each batch."""
+        the memory is freed first, and then this is called again. A publisher to a deleted bucket
+        gets the smallest credit, and each of its batches is refused."""
         bucket, session = self._bucket, self._session
         if session.state is SessionState.CLOSED:
             return

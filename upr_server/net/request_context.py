@@ -149,7 +149,7 @@ class RequestContext:
         """The bucket was deleted: requests about it are refused from the first step on, and its
         streams end, some in each step."""
         self.credit.leave_bucket()
-        # Who waits for durability is told by a task that knows what it needs.
+        # Requests that wait for durability are answered by a task that knows what it needs.
         self.bucket = self._disk = self._durability_waits = None
         yield from streams_in_steps(self.streamer.end_each(Status.BUCKET_DELETED))
         self._wake()

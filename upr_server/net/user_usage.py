@@ -1,7 +1,8 @@
 """How much of this node each user has, and what exceeds the user's limits.
 
-More connections, streams and leases are refused by name. Bytes wait: who reads or writes more than
-the limit pauses, until the user's bytes of a second are no more than that.
+More connections, streams and leases are refused by name. Bytes are not refused: a connection that
+reads or writes more than the limit pauses, until the user's bytes of a second are no more than
+that.
 """
 
 from __future__ import annotations

@@ -212,8 +212,8 @@ class BlockingConsumer:
             self._save_when_due()
             event = self._prepare_event()
             if event is not None:
-                # Python looks for Ctrl-C at calls, and here is none: either the event is still in
-                # the queue, or the program is given it.
+                # Python looks for Ctrl-C at calls, and there is no call here: either the event is
+                # still in the queue, or the program is given it.
                 tracker.current_delivery = deliveries[0]
                 del deliveries[0]
                 return event

@@ -39,7 +39,7 @@ class SavePriority(IntEnum):
 
 
 class RollbackRequest(msgspec.Struct, frozen=True):
-    """The server asks for a rollback. Whoever undoes it reports to
+    """The server asks for a rollback. The code that undoes it reports to
     `StreamFollower.note_rolled_back`.
 
     Attributes:

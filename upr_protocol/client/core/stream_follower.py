@@ -113,8 +113,8 @@ class StreamFollower:
     Attributes:
         partitions: The partitions to follow on this node; see `add_partition`.
         failure: Why the connection is of no more use; None while it is.
-        refused_streams: Streams that this node refused. The follower has removed them; whoever
-            finds another node for them takes them from this list.
+        refused_streams: Streams that this node refused. The follower has removed them; the code
+            that finds another node for them takes them from this list.
     """
 
     def __init__(self, state: SubscriptionState) -> None:

@@ -5,8 +5,9 @@ be on its way, sent by this command or by an interrupted one before it. The node
 are fenced first: they refuse the map if it arrives late. A node that did become active and accepted
 changes has everything of the old active and more, so it is active again instead.
 
-Whoever becomes active after that begins a new history. A node that was active and was killed no
-longer knows which sequence numbers it gave out; in the same history they would be given out twice.
+The node that becomes active after that begins a new history. A node that was active and was killed
+no longer knows which sequence numbers it gave out; in the same history they would be given out
+twice.
 """
 
 from __future__ import annotations
