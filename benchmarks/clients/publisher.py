@@ -33,7 +33,8 @@ async def _publish_paced(
 ) -> None:
     """The same, the first of `batches` at `due_ns` and one every `interval_ns` from then on.
 
-    Who is late does not wait. With `stamp` the time at which it was due stands in each value.
+    A batch that is late does not wait. With `stamp` the time at which it was due stands in each
+    value.
     """
     for partition, chunk in batches:
         await trio.sleep(max(0.0, (due_ns - time.monotonic_ns()) / 1e9))

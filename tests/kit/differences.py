@@ -12,7 +12,7 @@ Key = TypeVar("Key")
 Value = TypeVar("Value")
 
 TOLD: Final = 5
-"""So many of each kind are named."""
+"""How many of each kind are named."""
 
 
 def differences(

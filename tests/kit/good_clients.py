@@ -17,8 +17,8 @@ KEYS: Final = 200
 SETS_A_ROUND: Final = 50
 
 PACE_S: Final = 0.05
-"""A round begins so long after the one before began, if that is over: 20 rounds and 1,000 changes a
-second. Alone a round takes some 5 ms."""
+"""How long after the beginning of a round the next one begins, if the round is over by then: 20
+rounds and 1,000 changes a second. Alone a round takes some 5 ms."""
 
 PAUSE_S: Final = 0.02
 """Where rounds take longer, they still leave the processor to others in between."""

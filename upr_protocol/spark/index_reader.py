@@ -28,7 +28,7 @@ from upr_protocol.spark.record_batches import record_batch_of, too_large_error
 from upr_protocol.spark.schema import INDEX_COLUMNS, UNPARSED, check_schema
 
 ENTRIES_AT_ONCE: Final = 1000
-"""So many entries are asked for together."""
+"""How many entries are asked for together."""
 
 
 def document_key(entry: IndexEntry) -> bytes:

@@ -8,16 +8,16 @@ from typing import Final, Protocol
 from upr_protocol.client import Item
 
 ITEMS_AT_ONCE: Final = 1000
-"""So many items are asked for together at most."""
+"""How many items are asked for together at most."""
 
 FIRST_AT_ONCE: Final = 16
-"""And so many at first, when nothing is known of their size."""
+"""How many items are asked for at first, when nothing is known of their size."""
 
 GROWTH_MAX: Final = 4
-"""So many times as many are asked for next at most: the next ones may be longer."""
+"""How many times as many items are asked for next at most: the next ones may be longer."""
 
 BYTES_AT_ONCE: Final = 8 * 1024 * 1024
-"""About so many bytes of values come together, if the next items are as long as those before. An
+"""About how many bytes of values come together, if the next items are as long as those before. An
 item has 20 MiB at most, and an Arrow array 2 GiB."""
 
 

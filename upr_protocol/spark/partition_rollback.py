@@ -11,7 +11,7 @@ from upr_protocol.spark.errors import PipelineError
 from upr_protocol.spark.offset import PartitionOffset
 
 BATCH_ENDS_MAX: Final = 6
-"""So many ends of earlier batches an offset has for each partition. They make it longer."""
+"""How many ends of earlier batches an offset has for each partition. They make it longer."""
 
 
 def rollback_needed(offset: PartitionOffset, info: PartitionInfo | None) -> RollBack | None:

@@ -10,7 +10,7 @@ import attrs
 from upr_protocol.ids import PartitionId, SeqNo
 
 MOMENTS_MAX: Final = 64
-"""So many moments are kept for the age of a backlog, which is then too high by some percent at
+"""How many moments are kept for the age of a backlog, which is then too high by some percent at
 most."""
 
 

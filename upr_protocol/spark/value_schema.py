@@ -22,8 +22,8 @@ from pyspark.sql.types import (
 from upr_protocol.spark.json_values import FLOAT_WORDS
 
 NESTED_MAX: Final = 32
-"""So many arrays and objects in each other have a type. Arrow sends a batch only if its columns
-have fewer than 64, and Python's stack ends somewhere beyond."""
+"""How many arrays and objects in each other have a type at most. Arrow sends a batch only if its
+columns have fewer than 64, and Python's stack ends somewhere beyond."""
 
 _LONG_MAX: Final = (1 << 63) - 1
 

@@ -14,7 +14,7 @@ from upr_protocol.failover import FailoverLog
 from upr_protocol.ids import PartitionId
 
 MAX_AGE_S: Final = 5.0
-"""For so long an answer is used again: a node opens many links at once."""
+"""How long an answer is used again: a node opens many links at once."""
 
 RETRY_S: Final = 1.0
 """The pause between two questions to a server that has not answered yet."""

@@ -34,8 +34,9 @@ VERDICT_S: Final = 1.0
 second."""
 
 RENEW_S: Final = 0.5
-"""So long before its end, what the server said last of whether it has users is asked anew, while
-requests go on with it. Otherwise one request a second would wait for a connection to the server."""
+"""How long before it expires the server's answer whether it has users is asked for again, while
+requests still use the old answer. Otherwise one request a second would wait for a connection to the
+server."""
 
 AWAY_S: Final = 300.0
 """How long a verdict counts after the server's answer while the server is away. A right that is

@@ -297,7 +297,7 @@ class Query(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
             parts, _ = decode_parts(last_entry, count)
         except (UnicodeEncodeError, binascii.Error, IndexKeyError) as error:
             raise QueryError("continuation", INVALID_CONTINUATION) from error
-        # Behind a whole key stands the document's.
+        # The document's key follows a whole index key.
         if (end == len(last_entry)) is not bool(self.distinct):
             raise QueryError("continuation", INVALID_CONTINUATION)
         meaning = RangeEnd(parts, False, *readable_key(last_entry[end:]))

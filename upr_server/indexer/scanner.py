@@ -38,7 +38,7 @@ UNDO_S: Final = 1.0
 """How long to let moments go after an error. What is not let go expires."""
 
 LATE_S: Final = 2.0
-"""So long after a scan's timeout a slice that has not answered is taken to be missing."""
+"""How long after a scan's timeout a slice that has not answered counts as missing."""
 
 STATUSES_AT_ONCE: Final = 16
 """Of how many indexes a list of all asks the slices at once. Each slice reads its file in a thread,

@@ -13,7 +13,7 @@ from upr_protocol.errors import UprError
 from upr_protocol.ids import PartitionId, SeqNo
 
 MAX_AGE_S: Final = 1.0
-"""For so long an answer is used again: a list of indexes asks once, and not once an index."""
+"""How long an answer is used again: a list of indexes asks once, and not once for each index."""
 
 TIMEOUT_S: Final = 2.0
 """The status of an index waits no longer for a server that does not answer."""

@@ -20,7 +20,7 @@ BUDGET_BYTES: Final = 256 * 1024 * 1024
 share are not read, and frames that make no progress are dropped."""
 
 _HARD_FACTOR: Final = 1.25
-"""Above the budget times this, frames are dropped though they make progress."""
+"""Above this many times the budget, frames are dropped even if they make progress."""
 
 FRAME_TIMEOUT_S: Final = 30.0
 """How far a frame may fall behind the slowest rate. A frame that has begun and stops is dropped

@@ -274,11 +274,11 @@ class HeapTrimmer:
         self._looks = 0
 
     def note_use(self, nbytes: int) -> Iterator[None]:
-        """So many bytes are in use now, as far as they are counted: to be called once a second.
-        Trims the heap when what is resident beside them is half more than it was at its least, and
-        does not grow: as long as it does, it is in use. So is what a trim did not give back: until
-        half more is resident than that, trims are more and more rare. In steps, between which
-        others may run."""
+        """Notes how many bytes are in use now, as far as they are counted: to be called once a
+        second. Trims the heap when what is resident beside them is half more than it was at its
+        least, and does not grow: as long as it does, it is in use. So is what a trim did not give
+        back: until half more is resident than that, trims are more and more rare. In steps, between
+        which others may run."""
         uncounted_bytes = self._resident() - nbytes
         self._least_bytes = min(self._least_bytes, uncounted_bytes)
         self._in_use_bytes = min(self._in_use_bytes, uncounted_bytes)

@@ -28,7 +28,7 @@ from upr_protocol.errors import Status, UprError
 from upr_protocol.wire import GetMap, MapReply, Message, Refusal
 
 ROUNDS_RESET_S: Final = 2.0
-"""So long after the last round was due, the waits between rounds are short again."""
+"""How long after the last round was due the waits between rounds are short again."""
 
 MAP_CONNECTION_IDLE_S: Final = 2.0
 """How long a connection made only for the map stays open after a question: while a partition has no

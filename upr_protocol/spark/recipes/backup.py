@@ -126,7 +126,7 @@ def read_increments(folder: Path) -> list[Manifest]:
     for path in paths_in_folder(folder):
         if not (path.is_dir() and path.name.isdigit() and len(path.name) == _DIGITS):
             raise PipelineError(
-                "UPR_FOLDER", f"{folder} has something else in it ({path.name}) than a backup"
+                "UPR_FOLDER", f"{folder} contains {path.name}, which is no part of a backup"
             )
         increment = int(path.name)
         if not (path / MANIFEST).exists():

@@ -40,8 +40,8 @@ SHORT_RUN_BYTES_MAX: Final = 64 * 1024
 matter: then few collapses do the work of many."""
 
 JOINED_SNAPSHOTS_MIN: Final = 3
-"""So many small ones are put together before they are written to disk. Each would be a chunk there,
-which costs the writer and the index more than this costs here."""
+"""How many small ones at least are put together before they are written to disk. Each would be a
+chunk there, which costs the writer and the index more than this costs here."""
 
 JOINED_SNAPSHOTS_MAX: Final = 64
 """And not more at a time, which bounds the step."""

@@ -65,7 +65,7 @@ TIDY_MUTATIONS_MAX: Final = 8192
 """Mutations looked at in one rewriting; at 0.2 µs each, 1.6 ms."""
 
 ARRAYS_TO_MERGE_MIN: Final = 16
-"""So many small arrays side by side are merged into one, however little is skipped in them."""
+"""How many small arrays side by side are merged into one, however little is skipped in them."""
 
 SMALL_ARRAY_BYTES: Final = 2 * 1024
 """An array below this is joined to a neighbour that is being rewritten."""

@@ -37,7 +37,7 @@ INCLUDED_BYTES_MAX: Final = 4096
 document is better read than copied into an index, once for each element of an array."""
 
 _PAYLOAD_BYTES: Final = 64
-"""So many bytes of included values count for a step, in each entry."""
+"""How many bytes of included values count as one step, in each entry."""
 
 NOT_JSON: Final = object()
 """Stands for a value that is not JSON."""
