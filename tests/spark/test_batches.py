@@ -642,6 +642,11 @@ def test_options_as_they_are_by_default() -> None:
         ("key string, value string", {"batchBytes": BATCH_BYTES_MIN - 1}, "whole number from"),
         ("key string, value string", {"durability": "disk"}, "not one of memory, persisted"),
         ("key string, value string", {"copies": 2}, "goes with durability replicated or repl"),
+        (
+            "key string, value string, c long",
+            {"operation": "insert", "casColumn": "c"},
+            "casColumn and operation=insert exclude each other",
+        ),
     ],
 )
 def test_options_that_are_wrong(schema: str, options_given: dict[str, Any], sentence: str) -> None:

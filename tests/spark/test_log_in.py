@@ -62,7 +62,7 @@ def test_options_that_do_not_fit(options: dict[str, str]) -> None:
         ({"passwordFile": ""}, "the options user and passwordFile go together"),
         ({"user": ""}, "the options user and passwordFile go together"),
         ({"password": "pencil"}, "there is no option password, because Spark shows options"),
-        ({"url": "upr://bob:pencil@h/b", "ca": ""}, "passwords do not belong into URLs"),
+        ({"url": "upr://bob:pencil@h/b", "ca": ""}, "name the user in the option user, and"),
     ):
         with pytest.raises(OptionError, match=sentence) as caught:
             SourceOptions({**options, **changes}).address()

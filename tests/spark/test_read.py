@@ -18,6 +18,7 @@ from pyspark.sql import DataFrame, Row, SparkSession
 from pyspark.sql.types import ArrayType, DataType, IntegerType, StringType, StructField, StructType
 
 from tests.kit.effort import effort
+from tests.spark.bucket import made_anew
 from tests.spark.server import BlockingServer
 from upr_protocol.chunk import Mutation
 from upr_protocol.client import BlockingClient, ChunkReceived, SnapshotStart, consume
@@ -334,8 +335,31 @@ def test_a_data_frame_whose_rows_are_gone_fails_with_the_reason(
         until(lambda: leases(client)["lapsed"] == 1, "the lease lapses again")
         overwrite(client, keys, 2)
         until(lambda: leases(client)["broken"] == 1, "the lease is broken")
-        with pytest.raises(PySparkException, match=r"\[UPR_RANGE_GONE\]"):
+        with pytest.raises(PySparkException, match=GONE):
             frame.count()
+
+
+GONE = r"\[UPR_RANGE_GONE\] .*: lease \w+ does not protect .* Load the DataFrame again"
+
+
+def test_an_action_has_the_rows_of_the_first_or_fails(
+    spark: SparkSession, new_bucket: NewBucket
+) -> None:
+    """Spark plans a read once, and keeps the plan."""
+    url = new_bucket(2)
+    with durable_client(url) as client:
+        client.set("a", "first")
+        frame, other_frame = load(spark, url), load(spark, url)
+        assert (frame.count(), other_frame.count()) == (1, 1)
+        client.set("b", "first")
+        assert frame.count() == 1
+        for lease in leases(client)["leases"]:
+            client.release_lease(int(lease["id"], 16))
+        with pytest.raises(PySparkException, match=GONE):
+            frame.count()
+    made_anew(url, 2)
+    with pytest.raises(PySparkException, match=GONE):
+        other_frame.count()
 
 
 def leases(client: BlockingClient) -> dict[str, Any]:

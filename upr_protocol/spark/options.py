@@ -108,6 +108,13 @@ class SourceOptions:
                 'the option url is missing: .option("url", "upr://host:port/bucket"), or in SQL '
                 f"{_IN_SQL}; the options of a table do not arrive here"
             )
+        if "@" in url:
+            # The sentence of the address would name options of commands. It is not shown, either.
+            raise OptionError(
+                "the option url has a user or a password, which Spark would show in its plans and "
+                "logs: name the user in the option user, and in passwordFile a file with the "
+                "password"
+            )
         tls = TlsSettings(self.text("ca", ""), self.text("cert", ""), self.text("certKey", ""))
         security = Security(None if tls == TlsSettings() else tls, self._credentials())
         try:

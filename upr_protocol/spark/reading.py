@@ -20,7 +20,7 @@ from upr_protocol.client import (
     StreamAccepted,
     StreamEnded,
 )
-from upr_protocol.errors import Status, UprError
+from upr_protocol.errors import ServerError, Status, UprError
 from upr_protocol.failover import FailoverLog, Position, RollBack, decide_start
 from upr_protocol.ids import PartitionId, SeqNo
 from upr_protocol.spark.errors import PipelineError, as_pipeline_error, sentence_first
@@ -150,8 +150,24 @@ def _batches(
                         f"{options.address}: the bucket was deleted while it was read",
                     )
             yield from builder.take_rest()
+    except ServerError as error:
+        if error.status is Status.RANGE_GONE and lease_id:
+            raise _lease_gone_error(options, lease_id) from error
+        raise as_pipeline_error(error, options.address, options.timeout_s) from error
     except UprError as error:
         raise as_pipeline_error(error, options.address, options.timeout_s) from error
+
+
+def _lease_gone_error(options: ReadOptions, lease_id: int) -> PipelineError:
+    """The error when a lease does not protect what was planned any more."""
+    return PipelineError(
+        "UPR_RANGE_GONE",
+        f"{options.address}: lease {lease_id:016x} does not protect the planned rows any more. It "
+        f"was released; or it had lapsed after {options.lease_s} s (leaseSeconds), and compaction "
+        "has removed some, or other leases needed its place; or another node has become active for "
+        "a partition; or the bucket was created again. Load the DataFrame again, and cache it if "
+        "later actions need the same rows; or run the query of the stream again",
+    )
 
 
 def _check_history(bucket: str, range_: PartitionRange, log: FailoverLog) -> None:

@@ -143,6 +143,11 @@ class WriteOptions:
             "a whole number of seconds since 1970, or a time",
         )
         cas = columns.optional("casColumn", source_options, (types.IntegralType,), "a whole number")
+        if cas is not None and operation == "insert":
+            raise OptionError(
+                "the options casColumn and operation=insert exclude each other: a key that does "
+                "not exist has no CAS. Write with replace, or leave casColumn out"
+            )
         value_text = source_options.text("valueColumn", "value")
         values: tuple[ColumnPath, ...] = ()
         if operation == "delete":
