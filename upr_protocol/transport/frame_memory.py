@@ -56,10 +56,11 @@ class FrameMemory:
         self._count = count
 
     def allocate(self, size: int) -> Buffer:
-        """`size` writable bytes of any content: a free block, or else new memory."""
+        """`size` writable bytes of any content: a free block, or new memory if there is none."""
         if not SHORT_BYTES <= size <= BLOCK_BYTES:
             return new_memory(size)
-        # The first free one: the fewer blocks are in use, the warmer they are.
+        # The first free block is taken: the fewer blocks are in use, the more of them the
+        # processor's caches hold.
         block = next(filter(_is_free, self._blocks), None)
         if block is None:
             if len(self._blocks) >= self._count:

@@ -100,7 +100,7 @@ async def read_some(
         trio.BrokenResourceError: The connection is gone.
         trio.ClosedResourceError: It was closed here.
     """
-    # First, as mostly it is one: no class is asked for its subclasses then.
+    # This is checked first, as mostly it is a socket: no class is asked for its subclasses then.
     if not isinstance(stream, trio.SocketStream):
         if isinstance(stream, TlsStream):
             return await stream.read_into(session, scratch)

@@ -85,8 +85,8 @@ class AcceptedConnection:
             allocate=new_memory,
             mechanisms=partial(offered_mechanisms, resources.log_ins, stream),
         )
-        # Not the connection's own `wake`, which would be a reference cycle: what a connection held
-        # is freed when the connection ends, not when Python's collector comes by.
+        # The connection's own `wake` would make a reference cycle here. Without one, what a
+        # connection held is freed when the connection ends, and not at some later collection.
         wake = resources.step_writes.waker(self)
         self.context = RequestContext(resources, self.session, stream, peer, wake)
         self._writer = ConnectionWriter(resources, self.session, self.context, stream, peer)
@@ -98,7 +98,7 @@ class AcceptedConnection:
         self._is_lost = False
         """Whether reading or writing has met an error."""
         self._tls_failure = ""
-        """The error, if it is one of TLS; else empty."""
+        """The error, if it is one of TLS; otherwise empty."""
         self._frame = UnfinishedFrame(resources.frame_budget, self.network, self._drop_frame)
         """What is held of the frame that is arriving."""
         self._handled_count = 0
@@ -130,29 +130,35 @@ class AcceptedConnection:
                     await self._stream.aclose()
 
     async def _converse(self) -> bool:
-        """Converses until either side ends it. Whether the peer may still hear something."""
-        # It stays so when the peer leaves: the reader then cancels the nursery, and the writer.
+        """Converses until either side ends it. Returns whether the peer may still receive
+        something."""
+        # This stays False when the peer leaves: the reader then cancels the nursery, and with it
+        # the writer.
         is_connected = False
         try:
             async with trio.open_nursery() as nursery:
                 self.context.begin(nursery)
-                # Not when it was accepted: 1,000 may be accepted before any of this is made.
+                # The objects are counted here, and not at the accept: 1,000 connections may be
+                # accepted before any of these objects is made.
                 self._resources.young_objects.note_made(CONNECTION_OBJECTS)
                 nursery.start_soon(self._read, nursery.cancel_scope)
                 nursery.start_soon(self._silence_watch.run)
                 is_connected = await self._write()
                 await self._close_streams()
-                # Not at once: 1,000 that time out together come here together.
+                # The tasks are cancelled in a later turn, as 1,000 connections that time out
+                # together come here together.
                 self._resources.connection_ends.add(nursery.cancel_scope)
             return is_connected
         finally:
             if self._is_lost:
-                # Not where it was met: thousands that are reset together meet it in one turn.
+                # The error is logged here, and not where it occurred: thousands of connections that
+                # are reset together meet theirs in one turn.
                 self._log_loss()
             self._frame.close()
             self.session.forget_received()
             self.context.close()
-            # Of thousands that end together, what is in a cycle is else collected in one step.
+            # If thousands of connections end together, their objects in reference cycles would
+            # otherwise be collected in one step.
             self._resources.young_objects.note_made(CONNECTION_OBJECTS)
 
     def _log_loss(self) -> None:
@@ -354,8 +360,8 @@ class AcceptedConnection:
             self._silence_watch.is_unread = False
 
     async def _wait_for_read_turn(self) -> None:
-        # A read of a MiB takes about a millisecond. Hundreds of peers that send at the same time
-        # would else hold the loop for hundreds.
+        # A read of a MiB takes about a millisecond. Otherwise hundreds of peers that send at the
+        # same time would hold the loop for hundreds of milliseconds.
         if not self._resources.read_turns.may_begin:
             self._frame.stop_waiting(trio.current_time())
             await self._resources.read_turns.next_turn()

@@ -301,7 +301,7 @@ class DurabilityWaits:
             sentence = f"partition {request.partition} is damaged: {group.partition.damage}"
             error = ServerError(Status.DAMAGED, sentence)
         elif reached < request.seq and group.lacks_followers:
-            # In this history another node may be active: there the client goes on waiting.
+            # Another node may be active in this history: the client goes on waiting there.
             state = group.partition.state.name.lower()
             sentence = f"partition {request.partition} is {state} here now, not active"
             error = ServerError(Status.NOT_MY_PARTITION, sentence)

@@ -168,7 +168,7 @@ class ReceivedSnapshots:
         self._answers_of_snapshot = []
         self._answer_bytes_of_snapshot = 0
         if self._ends_with_last_chunk:
-            # It comes again, with the answers and the end.
+            # The chunk comes again, with the answers and the end.
             last_chunk = self._chunks.pop()
             self.nbytes -= last_chunk.nbytes
             self._partial = self._partial_through(last_chunk.start)

@@ -465,7 +465,7 @@ class Replicator:
             # In one step: what a stream that begins anew brings meanwhile is to be written.
             self._received_snapshots[partition_id] = ReceivedSnapshots.from_record(record)
             self._unmark_dirty(partition_id)
-            # Should this node become active, a batch that is dropped here must count as new.
+            # If this node becomes active, a batch that is dropped here must count as new.
             await _forget_answers(self._partition(partition_id), record.high)
             if count % COLLECTED_PARTITIONS == 0:
                 await trio.lowlevel.checkpoint()
@@ -534,13 +534,14 @@ class Replicator:
         disk, partition = self._disk, self._partition(partition_id)
         bucket = disk.bucket
         with trio.CancelScope(shield=True):
-            # In this order: a commit may wait for room, which compaction has to make.
+            # The order matters: a commit may wait for space, which compaction has to make.
             async with (
                 self._commit_lock,
                 disk.maintenance.paused(),
                 streams_ended(self._server, bucket, [partition], Status.ROLLBACK_NEEDED),
             ):
-                # Only now: the commit that it waited for may have dropped what was received.
+                # The end is looked up only now: the commit that this waited for may have dropped
+                # what was received.
                 snapshots = self._received_snapshots[partition_id]
                 seq_before = snapshots.received_seq
                 snapshot_end = await disk.store.ask(

@@ -49,8 +49,8 @@ class Store(ABC):
         self.check_not_failed()
         if isinstance(call, CreateBucketFiles | DeleteBucketFiles):
             # The side that reads may have the deleted files open, or open them again in a read that
-            # races the deletion; so it closes them afterwards, and not before. Else the disk would
-            # not get their space back, and a new bucket of this name would be read from them.
+            # races the deletion; so it closes them afterwards, and not before. Otherwise the disk
+            # would not get their space back, and a new bucket of this name would be read from them.
             await self.execute(CloseBucket(call.name))
         return answer
 

@@ -37,7 +37,7 @@ GARBAGE_SHARE: Final = 0.35
 """A partition is compacted when its superseded mutations come to this share of the others, plus"""
 
 GARBAGE_BYTES: Final = 192 * 1024 * 1024
-"""its part of this. So much garbage a bucket may have, however little it holds."""
+"""its part of this. A bucket may have this much garbage, however little it holds."""
 
 GARBAGE_SHARE_FULL: Final = 0.05
 """While the disk is full, this share alone is enough."""
@@ -115,7 +115,7 @@ class _PartitionUsage(msgspec.Struct):
         has_old_entries: Whether only some of its index entries were deleted. The others go before
             it is indexed anew.
         leased_bytes: What of its garbage compaction has left for leased ranges. It does not count
-            while these are held: else the partition would be compacted over and over.
+            while these are held: otherwise the partition would be compacted again and again.
     """
 
     high: SeqNo
@@ -527,7 +527,7 @@ class BucketStorage:
                 INDEX_MUTATIONS,
             )
         except CorruptionError:
-            # Of which partition is told by indexing this one alone.
+            # Indexing this partition alone tells which one is damaged.
             return (), self._follow_alone(partition, stop_seqs[partition])
         for index, mark in marks.items():
             self._partitions[index].watermark = mark

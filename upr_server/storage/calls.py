@@ -322,8 +322,8 @@ class Maintain(BucketCall[tuple[MaintenanceStep, dict[str, Any]]], frozen=True, 
         lapsed_leases: Leases that hold nothing back. If something of their ranges is dropped, the
             same commit marks them broken.
         purge_before_cas: Tombstones with a lower CAS are old enough to go.
-        keep_unindexed: So many of the bucket's mutations stay unindexed: what is not indexed can be
-            truncated.
+        keep_unindexed: How many of the bucket's mutations stay unindexed: what is not indexed can
+            be truncated.
     """
 
     urgent: bool

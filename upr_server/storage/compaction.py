@@ -158,7 +158,7 @@ class Compaction:
         purge_seq, grown_bytes = self._replace(
             replaced_chunks, new_chunks, purged_tombstones, broken_leases
         )
-        # Not before: a step that finds no room is repeated.
+        # This is noted only after the commit: a step that finds no space is repeated.
         self.left_bytes.update(left_bytes)
         if chunks:
             self.seq = chunks[-1].end

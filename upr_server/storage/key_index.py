@@ -47,7 +47,7 @@ READ_BYTES_MAX: Final = 8 * 1024 * 1024
 FIND_BYTES_MAX: Final = 2 * 1024 * 1024
 """About how large one answer of `find_items` may become. The server takes the items out of the
 pipe's message in one step: 1.5 ms for so much of 8 KiB each, and 18 ms for 32 MiB of 128 KiB each.
-Whoever needs more asks again; an answer to a `Get` has 1 MiB."""
+A caller that needs more asks again; an answer to a `Get` has 1 MiB."""
 
 FIND_KEYS: Final = 256
 """Keys that are looked up in the index at a time. Those that the answer has no room for are asked
@@ -295,7 +295,7 @@ class KeyIndex:
         An item that is damaged, or may have a newer version in a damaged part of the log, is a
         `damaged_item`.
 
-        Of a key whose value is not asked for, only sequence number and expiry are filled in.
+        If the value of a key is not asked for, only its sequence number and expiry are filled in.
 
         Args:
             partition: The partition.

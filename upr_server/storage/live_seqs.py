@@ -15,8 +15,8 @@ STEP_KEYS: Final = 16 * 1024
 """Entries of the index that one step reads: some 25 ms, for which a commit may wait."""
 
 SPAN: Final = 1 << 28
-"""Of so many numbers it is known which are live: some 70 MB if there are live ones everywhere. A
-partition with more is compacted in several parts, and each reads the index."""
+"""For how many numbers it is recorded which are live: some 70 MB if there are live ones everywhere.
+A partition with more is compacted in several parts, and each reads the index."""
 
 _BLOCK_BITS: Final = 10
 _BLOCK_MASK: Final = (1 << _BLOCK_BITS) - 1
@@ -64,7 +64,7 @@ class LiveSeqs:
         self.is_complete = not self._last_key
 
     def are_live(self, seqs: Iterable[int]) -> bytes:
-        """For each of these numbers 1 if the index names it, else 0. O(numbers)."""
+        """For each of these numbers 1 if the index names it, otherwise 0. O(numbers)."""
         flags = bytearray()
         number, block = -1, 0
         for seq in seqs:

@@ -64,15 +64,15 @@ from its meta page's is refused. (So is a copy whose commits were renumbered: `m
 """
 
 _COMMIT: Final = Struct("<QQ")
-"""The commit's number, and the sum of the marks of all records if the map keeps one, else 0."""
+"""The commit's number, and the sum of the marks of all records; 0 if the map keeps none."""
 
 _MARKED_BYTES_MAX: Final = 1024
-"""Of a longer value its length must do: LMDB keeps it in pages of its own, and to look at the first
-of each would be to read half the disk."""
+"""If a value is longer, only its length is used: LMDB keeps it in pages of its own, and to look at
+the first page of each would be to read half the disk."""
 
 _DAMAGED_FRONTS_MAX: Final = 64
-"""So many damaged records `verify` looks at one by one. Their number is that of single accidents: a
-file that holds more is damaged as a whole."""
+"""How many damaged records `verify` looks at one by one. Their number is that of single accidents:
+a file that holds more is damaged as a whole."""
 
 _SUM_END: Final = 1 << 64
 
@@ -239,7 +239,8 @@ class LmdbOrderedMap:
                 f"the meta pages of {self._path} are of commits {even} and {odd}: one is damaged"
             )
         if not self._is_readonly:
-            # Before anything is read through the map. Whoever only reads may want what is left.
+            # Before anything is read through the map. A process that only reads may want what is
+            # left.
             check_length(self._path / "data.mdb")
         with self.read():
             pass

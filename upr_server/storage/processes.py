@@ -197,7 +197,8 @@ class _Worker:
             answer = await self._chunks(message, buffers)
         else:
             answer = self._unpacker.unpack(message, pending_call.call.answer_type, buffers)
-        # Not before the last checkpoint: if this is cancelled, `fail` fails the call.
+        # The call leaves the queue only after the last checkpoint: if this is cancelled, `fail`
+        # fails the call.
         self._sent_calls.popleft()
         if isinstance(pending_call.call, ReadChunks):
             self._reads_sent -= 1

@@ -70,7 +70,7 @@ _ENTRY_BODY: Final = Struct("<qI")
 
 CHUNK_HEAD: Final = Struct("<IIQ")
 """CRC32C of the chunk, CRC32C of the key and the other fields, and 1 if a snapshot ends with the
-chunk, else 0. It has 16 bytes so that the chunk's columns stay aligned."""
+chunk, otherwise 0. It has 16 bytes so that the chunk's columns stay aligned."""
 
 EXPIRY_MAX: Final = (1 << 32) - 1
 """No item expires later: in the year 2106."""

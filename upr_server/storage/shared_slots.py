@@ -130,7 +130,7 @@ class SlotBuffer:
         self._put_bytes = 0
 
     def put_chunk(self, chunk: Chunk) -> Chunk:
-        """Copies a chunk: into the slot if it fits, else into memory of its own."""
+        """Copies a chunk: into the slot if it fits, otherwise into memory of its own."""
         if chunk.nbytes > len(self._remaining_memory):
             return chunk.copied()
         crc = chunk.crc

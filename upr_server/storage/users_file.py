@@ -1,7 +1,7 @@
 """The file with the users of the cluster, and the mark that there must be one.
 
-Whoever reads it can try passwords, and nothing more: it has verifiers, and no passwords. So nobody
-but the server's user may read it.
+Somebody who reads it can try passwords, and nothing more: it has verifiers, and no passwords. So
+nobody but the server's user may read it.
 
 Without users a server serves everybody. So an empty file beside it says that there were users once:
 if only the file with the users is deleted, nothing is served.

@@ -202,7 +202,7 @@ class PartitionLogCheck:
 
     Attributes:
         newest: The newest mutation of each key up to the watermark.
-        is_whole: Whether nothing is wrong so far; else `newest` may be wrong, too.
+        is_whole: Whether nothing is wrong so far; if not, `newest` may be wrong, too.
     """
 
     def __init__(self, log: LmdbOrderedMap, partition: int) -> None:

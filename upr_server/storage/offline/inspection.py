@@ -78,7 +78,7 @@ def inspect(
 def _run(
     path: Path, name: str, task: Task, options: DumpOptions, first_stage: int
 ) -> Generator[Finding, None, int | None]:
-    """Runs one process. Returns the stage to go on with if it died, else None."""
+    """Runs one process. Returns the stage to go on with if it died, otherwise None."""
     reading, writing = os.pipe()
     arguments = [str(writing), str(path), name, task, str(first_stage)]
     # Without -P, modules in the working directory would be imported.

@@ -212,8 +212,8 @@ class Backfill:
         self._put(SnapshotEndItem(end))
 
     async def _bounded_end(self) -> SeqNo | None:
-        """Where the snapshot ends, if that is known before it begins; else None. Maintenance must
-        be paused: a compaction may remove the state at this end, before the range is held."""
+        """Where the snapshot ends, if that is known before it begins; otherwise None. Maintenance
+        must be paused: a compaction may remove the state at this end, before the range is held."""
         if self._end is not None:
             return self._end
         persistence = self._partition.manager.persistence

@@ -173,7 +173,7 @@ class BucketDisk:
                     self._flushed.set()
                     nursery.cancel_scope.cancel()
         finally:
-            # Else they would wait for ever.
+            # Otherwise they would wait for ever.
             with trio.CancelScope(shield=True):
                 await self.flusher.refuse_callbacks()
             self._ended.set()
@@ -273,7 +273,7 @@ class BucketDisk:
             try:
                 passed_count += await self._expire_some(partitions, now)
             except StorageError:
-                # Else each later call would begin where the disk cannot be read.
+                # Otherwise each later call would begin where the disk cannot be read.
                 self._expired_after = b""
                 raise
             if not self._expired_after:
@@ -301,11 +301,13 @@ class BucketDisk:
                 if is_certain and partition.expire_stored(item.key, item.seq, now):
                     deleted_keys.append(item.key)
                     changed_partitions[partition] = None
-            # Once: there may be a hundred consumers of events. All partitions have one observer.
+            # They are told once: there may be a hundred consumers of events. All partitions have
+            # one observer.
             partitions[0].updates.notify_expired(deleted_keys)
             await _wake_readers(changed_partitions)
         finally:
-            # After a cancellation, too: who is not woken may never look, and the disk is one.
+            # This is done after a cancellation, too: a reader that is not woken may never look
+            # again, and the disk is such a reader.
             for partition in changed_partitions:
                 partition.snapshots.wake()
             for eviction, pin in pins:

@@ -50,8 +50,8 @@ by answers to publishers."""
 UNINDEXED_MAX: Final = 512 * 1024
 """Mutations that may be on disk and not yet in the index, without those of replicas. Beyond it
 commits wait. Then memory fills and publishers slow down, and what is overwritten meanwhile need not
-be written. Else the index, and compaction, which needs it, would fall behind for as long as the
-load lasts."""
+be written. Otherwise the index, and compaction, which needs it, would fall behind for as long as
+the load lasts."""
 
 FULL_DISK_RETRY_S: Final = 1.0
 """How long to wait before a retry while the disk is full."""

@@ -88,8 +88,9 @@ class LeaseBook:
         # first of all leases to lapse. They have no ranges any more.
         self._evicted_leases = {lease.lease_id: lease for lease in by_expiry if not lease.ranges}
         self._damaged_ids = set(damaged_ids)
-        """Whose records are still on disk. Should one be readable at another start, it must not be
-        there: compaction may have dropped something of its ranges."""
+        """The IDs of damaged leases whose records are still on disk. They are to be deleted: if one
+        could be read at another start, it would protect ranges of which compaction may have dropped
+        something."""
         self._backfills: dict[object, tuple[PartitionId, SeqNo, SeqNo]] = {}
         self._broken_count = 0
 
@@ -149,8 +150,8 @@ class LeaseBook:
         ranges: Sequence[tuple[int, int, int]],
         time_to_live_s: int,
     ) -> LeaseRecord:
-        """Grants a lease. It is on disk when this returns. To be called under
-        `Maintenance.paused`: else a step of compaction might drop something of it meanwhile.
+        """Grants a lease. It is on disk when this returns. To be called under `Maintenance.paused`:
+        otherwise a step of compaction might drop something of it meanwhile.
 
         Args:
             lease_id: Its ID; 0 to draw one. A lease that exists already is renewed, with the ranges
@@ -166,7 +167,7 @@ class LeaseBook:
         """
         if lease_id in self._leases or lease_id in self._evicted_leases:
             return await self.renew(lease_id, time_to_live_s)
-        # Whoever reads up to what there is, and finds nothing, is not at a position.
+        # A reader that reads up to what there is, and finds nothing, is not at a position.
         is_position = all(start == end for _, start, end in ranges)
         ranges = [
             (partition, start, self._persisted_end(partition) if end == SEQ_MAX else end)
@@ -342,7 +343,8 @@ class LeaseBook:
             expired_ids.append(lease.lease_id)
         if expired_ids:
             await self._store.ask(DeleteLeases(self._bucket.name, expired_ids))
-            # Not before: if the disk is full they stay on disk, and compaction must know of them.
+            # They are forgotten only now: if the disk is full they stay on disk, and compaction
+            # must know of them.
             for lease_id in expired_ids:
                 self._leases.pop(lease_id, None)
                 self._evicted_leases.pop(lease_id, None)

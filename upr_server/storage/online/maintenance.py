@@ -25,7 +25,7 @@ IDLE_S: Final = 0.5
 
 REST_S: Final = 10.0
 """How long a bucket with nothing to do is left alone by a server whose event bus wakes it after
-updates. Not for ever: leases lapse."""
+updates. It is not for ever, because leases lapse."""
 
 _NANOSECONDS: Final = 1_000_000_000
 
@@ -79,8 +79,8 @@ class Maintenance:
 
     @property
     def undo_mutations(self) -> int:
-        """So many of the newest mutations stay out of the index, unless memory is short or they are
-        looked up: what is not indexed can be undone exactly."""
+        """How many of the newest mutations stay out of the index, unless memory is short or they
+        are looked up: what is not indexed can be undone exactly."""
         return self._flusher.left_unindexed
 
     @undo_mutations.setter
@@ -210,8 +210,8 @@ class Maintenance:
             )
         )
         for commit_noted in commits:
-            # The step may have indexed them, and compacted what they supersede. Whoever comes next
-            # takes the end on disk that the partition names for a state that the disk has.
+            # The step may have indexed them, and compacted what they supersede. The next task
+            # relies on it that the disk has the state at the end that the partition names.
             await commit_noted.wait()
         self._leases.mark_broken(step.broken_leases)
         self._disk_full_reason = step.full_reason

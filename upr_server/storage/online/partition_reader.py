@@ -100,7 +100,7 @@ class PartitionReader:
     def _register_in_memory(self) -> None:
         """Registers a memory cursor where the reader stands, if memory reaches back so far.
 
-        Else a backfill is needed, which begins with the first `next`. `MutationManager.register`
+        If not, a backfill is needed, which begins with the first `next`. `MutationManager.register`
         would say so too, and register a cursor at the disk's end at once. Here that must wait: the
         end is fixed when the disk is read, in one step with the lease on the range.
         """
