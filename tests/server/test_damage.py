@@ -10,7 +10,7 @@ import trio.testing
 
 from tests.kit.held_store import HeldStore
 from tests.kit.placed_keys import key_in
-from tests.server.test_connection import P0, Peer, sets
+from tests.server.test_connection import P0, Peer, connected, make_server, name_replica, sets
 from tests.server.test_durability import (
     BUCKET,
     K0,
@@ -36,7 +36,9 @@ from upr_protocol.wire import (
     Go,
     Message,
     MutateReply,
+    PartitionChunk,
     PartitionEnd,
+    PartitionSnapshot,
     Refusal,
     StreamEnd,
 )
@@ -203,6 +205,29 @@ async def test_a_partition_that_is_damaged_while_it_is_served_is_refused_and_no_
     async with serving(SimulatedStore(store.directory)) as server, speaking(server) as peer:
         await assert_refused(peer)
         assert await value_of(peer, key_1, P1) == b"v"
+
+
+async def test_a_replica_receives_what_a_damaged_partition_has_in_memory_only(
+    autojump_clock: trio.testing.MockClock,
+) -> None:
+    store = HeldStore()
+    server = make_server(store, node="a")
+    with trio.fail_after(PROMPT_S):
+        async with connected(server, identity="replica:r") as replica, speaking(server) as peer:
+            await name_replica(server)
+            await replica.open()
+            assert (await replica.ask(with_answers=True)).status == Status.OK
+            log, _ = store.directory.disks[BUCKET]
+            log.flip_bit(partition_key(PARTITION, 0), 60)
+            refused = await send(peer, sets(K0), PERSISTED)
+            store.released.set()
+            assert status_of(await answer_to(peer, refused)) is Status.TEMPORARY_FAILURE
+            await assert_refused(peer)
+            await replica.say(Go())
+            message = await replica.hear(Message)
+            while not isinstance(message, PartitionChunk | PartitionSnapshot):
+                message = await replica.hear(Message)
+            assert message.chunk.keys() == [K0]
 
 
 async def assert_refused(peer: Peer) -> None:
