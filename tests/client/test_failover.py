@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import msgspec
 import pytest
 import trio
 
@@ -27,6 +28,7 @@ from upr_protocol.client.operator import (
 )
 from upr_protocol.ids import Durability, PartitionId, PartitionState
 from upr_server.replication.bucket_replicators import BucketReplicators
+from upr_server.storage.offline.mend import empty_damaged_replicas
 from upr_server.storage.records import PARTITION, partition_key
 
 
@@ -241,6 +243,148 @@ async def test_a_replica_that_was_removed_and_added_is_not_chosen_before_it_has_
         await group.start("b", is_empty=True)
         await remove_replicas(group.operator(), "b")
         await added_it_is_not_chosen(group, monkeypatch, f"127.0.0.1:{group.proxies['b'].port}")
+
+
+def is_incomplete(group: ServerGroup, node: str) -> bool:
+    """Whether a node may lack what it once acknowledged of some partition."""
+    return any(group.partition(node, number).is_incomplete for number in range(PARTITIONS))
+
+
+async def lost_it_is_not_chosen(group: ServerGroup) -> None:
+    """`b` becomes a replica again, and copies nothing. It is not chosen without `c`, which has
+    everything; neither after another start."""
+    await group.until(lambda: group.states("b") == REPLICA)
+    await group.stop("a")
+    await group.stop("c")
+    for _ in range(2):
+        operator = group.operator("b", ask_timeout_s=0.5)
+        report = (await operator.survey()).nodes["b"]
+        assert report.state_of(PartitionId(0)) is PartitionState.PENDING
+        with pytest.raises(NotDoneError, match=r"too few replicas of partition 0 .* \(b, c\)"):
+            await fail_over(operator, partitions=[0], acknowledged=2)
+        assert (
+            "b is fenced, but has lost its copy of partition 0, and has not yet copied all of it "
+            "again: it counts as missing" in group.progress
+        )
+        group.progress.clear()
+        assert group.map("b").partitions[0].active == "a", "the assignment was put back"
+        await group.stop("b")
+        await group.start("b", has_bucket=True)
+        assert group.states("b") == REPLICA
+    await group.start("c")
+    # The other partitions of a node that was mended are complete.
+    await fail_over(group.operator("b"), all_of="a", to="c", acknowledged=2)
+    assert group.states("c") == ACTIVE
+    assert await group.get("c", "key 7") == "v"
+
+
+async def refilled_it_is_chosen(group: ServerGroup) -> None:
+    """Starts `b`, which copies from `c` again what it lacks, and counts from then on."""
+    await group.stop("b")
+    await group.start("b", has_bucket=True)
+    await group.until(lambda: not is_incomplete(group, "b"))
+    # As a node that was complete when it stopped.
+    await group.stop("b")
+    await group.start("b", has_bucket=True)
+    await group.stop("c")
+    await fail_over(group.operator("b", ask_timeout_s=0.5), all_of="c", acknowledged=2)
+    assert group.states("b") == ACTIVE
+    assert await group.get("b", "key 7") == "v"
+
+
+async def test_a_bucket_that_was_made_again_by_configuration_is_not_chosen_before_it_has_all(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The disk was replaced. Nobody has changed the map, which names the node as a replica."""
+    async with running_servers("abc") as group:
+        await filled(group)
+        await group.stop("b")
+        with monkeypatch.context() as patch:
+            patch.setattr(BucketReplicators, "start_missing", lambda *_arguments: None)
+            await group.start("b", has_bucket=True, is_empty=True)
+            await lost_it_is_not_chosen(group)
+        await refilled_it_is_chosen(group)
+
+
+async def test_a_partition_that_was_mended_is_not_chosen_before_it_has_all(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    async with running_servers("abc", directory=tmp_path) as group:
+        await filled(group)
+        await group.stop("b")
+        damage_partition_0(tmp_path / "b")
+        assert [damaged.is_emptied for damaged in empty_damaged_replicas(tmp_path / "b")] == [True]
+        with monkeypatch.context() as patch:
+            patch.setattr(BucketReplicators, "start_missing", lambda *_arguments: None)
+            await group.start("b")
+            await lost_it_is_not_chosen(group)
+        await refilled_it_is_chosen(group)
+
+
+async def test_an_incomplete_copy_is_chosen_if_acknowledged_changes_may_be_lost(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with running_servers("ab") as group:
+        await filled(group)
+        await group.stop("b")
+        monkeypatch.setattr(BucketReplicators, "start_missing", lambda *_arguments: None)
+        await group.start("b", has_bucket=True, is_empty=True)
+        await group.until(lambda: group.states("b") == REPLICA)
+        await group.stop("a")
+        operator = group.operator("b", ask_timeout_s=0.5)
+        with pytest.raises(NotDoneError, match=r"too few replicas of partitions 0-3 .* \(b\)"):
+            await fail_over(operator, all_of="a")
+        await fail_over(operator, all_of="a", lose_acknowledged=True)
+        assert group.states("b") == ACTIVE
+        assert not any("may take writes, too" in line for line in group.progress)
+        await group.set("b", {"after": "1"})
+
+
+async def test_only_the_active_node_makes_a_copy_complete() -> None:
+    """Another replica may itself lack what this one had acknowledged."""
+    async with running_servers("abc") as group:
+        await filled(group)
+        await group.stop("b")
+        base = group.map("a")
+        following_c = {
+            number: msgspec.structs.replace(assignment, replicas={"b": "c", "c": ""})
+            for number, assignment in enumerate(base.partitions)
+        }
+        for node in "ac":
+            await group.set_map(node, base.revision + 16, following_c, base)
+        await group.start("b", has_bucket=True, is_empty=True)
+        await group.until(lambda: group.states("b") == REPLICA)
+        await group.until(lambda: highs(group, "b") == highs(group, "a"))
+        assert all(group.partition("b", number).is_incomplete for number in range(PARTITIONS))
+        await add_replicas(group.operator(), "b")
+        await group.until(lambda: not is_incomplete(group, "b"))
+        assert group.states("b") == REPLICA
+
+
+async def test_a_new_replica_that_still_copies_does_not_keep_another_from_being_chosen(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It has acknowledged nothing that the other one lacks."""
+    async with running_servers("ab") as group:
+        await filled(group)
+        await group.start_apart("c")
+        monkeypatch.setattr(BucketReplicators, "start_missing", lambda *_arguments: None)
+        await add_replicas(group.operator(), "c", f"127.0.0.1:{group.proxies['c'].port}")
+        await group.stop("a")
+        await fail_over(group.operator("b"), all_of="a")
+        assert group.states("b") == ACTIVE
+        assert await group.get("b", "key 7") == "v"
+
+
+async def test_a_replica_of_an_empty_bucket_that_lost_its_disk_lacks_nothing() -> None:
+    async with running_servers("ab") as group:
+        await group.stop("b")
+        await group.start("b", has_bucket=True, is_empty=True)
+        await group.until(lambda: group.states("b") == REPLICA)
+        await group.until(lambda: not is_incomplete(group, "b"))
+        await group.stop("a")
+        await fail_over(group.operator("b"), all_of="a")
+        assert group.states("b") == ACTIVE
 
 
 @pytest.mark.parametrize("order_of_tasks", range(4))

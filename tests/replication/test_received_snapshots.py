@@ -193,3 +193,53 @@ def test_the_purge_number_of_a_first_snapshot_outlives_the_stream_that_told_it(
     snapshots.add_chunk(chunk(5))
     snapshots.end_snapshot(SeqNo(5))
     assert snapshots.take_write().purge_seq == 0, "it received the later deletions"
+
+
+def incomplete(end: int, *chunks: Chunk) -> ReceivedSnapshots:
+    """As `received`, by a node that has lost what it had."""
+    snapshots = ReceivedSnapshots(LOG, SeqNo(0), Cas(0), is_incomplete=True)
+    snapshots.begin_stream()
+    snapshots.begin_snapshot(HISTORY, SeqNo(end), SeqNo(0))
+    for part in chunks:
+        snapshots.add_chunk(part)
+    return snapshots
+
+
+def test_a_copy_is_complete_once_it_has_what_the_active_node_had() -> None:
+    snapshots = incomplete(2, chunk(1, 2))
+    snapshots.note_active_seq(SeqNo(4))
+    snapshots.end_snapshot(SeqNo(2))
+    assert snapshots.take_write().record.is_incomplete
+    snapshots.begin_snapshot(HISTORY, SeqNo(5), SeqNo(0))
+    snapshots.add_chunk(chunk(3, 4, 5))
+    assert snapshots.take_write().record.is_incomplete, "its snapshot has not ended"
+    snapshots.end_snapshot(SeqNo(5))
+    assert not snapshots.take_write().record.is_incomplete
+    # So it stays, whatever the active node has meanwhile.
+    snapshots.begin_stream()
+    snapshots.note_active_seq(SeqNo(9))
+    assert not snapshots.record().is_incomplete
+    assert not snapshots.has_unwritten
+
+
+def test_a_copy_that_has_everything_already_is_written_as_complete() -> None:
+    snapshots = incomplete(2, chunk(1, 2))
+    snapshots.end_snapshot(SeqNo(2))
+    assert snapshots.take_write().record.is_incomplete, "nobody knows what the active node had"
+    snapshots.begin_stream()
+    assert not snapshots.has_unwritten
+    snapshots.note_active_seq(SeqNo(2))
+    assert snapshots.has_unwritten
+    assert not snapshots.take_write().record.is_incomplete
+
+
+def test_what_one_stream_told_of_the_active_node_does_not_count_in_the_next() -> None:
+    snapshots = incomplete(2, chunk(1, 2))
+    snapshots.note_active_seq(SeqNo(2))
+    snapshots.begin_stream()
+    snapshots.add_chunk(chunk(1, 2))
+    snapshots.end_snapshot(SeqNo(2))
+    assert snapshots.record().is_incomplete
+    snapshots.note_active_seq(SeqNo(2))
+    snapshots.truncate(SeqNo(0))
+    assert snapshots.record().is_incomplete

@@ -279,7 +279,8 @@ def failover(
     have more roll back. The old node becomes a replica when it returns.
 
     All replicas of a partition must answer. If publishers waited for NUMBER copies, NUMBER - 1 of
-    them may be missing. Otherwise the command changes nothing.
+    them may be missing. One that has lost its copy counts as missing until it has copied all of it
+    again. Otherwise the command changes nothing.
 
     While the active node is running, use `upr takeover`.
 

@@ -50,7 +50,8 @@ def partitions(target: Address, show_each: bool, as_json: bool) -> None:
     sequence numbers belong: in another history the same number is another change.
 
     If a node's state is not the one in the map, both are shown: a node that is `pending, to be
-    active` waits until another node has confirmed its map.
+    active` waits until another node has confirmed its map. One that is `pending, to be replica` has
+    lost its copy, has not yet copied all of it again, and does not count in a failover.
     """
     survey = trio.run(Operator(target, command_identity("partitions")).survey)
     rows = _rows(survey)

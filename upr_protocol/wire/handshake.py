@@ -225,7 +225,8 @@ class PartitionLog(Message, frozen=True):
     """One partition's state and failover log, in answer to `Open`. If the server does not have the
     partition, the status is `NOT_MY_PARTITION`, `state` is `DEAD`, all other numbers are 0, and the
     log is empty. If its copy is damaged and not served, the status is `DAMAGED`, and the rest is
-    the same."""
+    the same. A replica that has lost its copy is told as pending until it has copied again what
+    the active node had; it streams as a replica does."""
 
     opcode = 0x85
     sender = Role.SERVER

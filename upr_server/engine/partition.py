@@ -88,6 +88,8 @@ class Partition:
         state: Only an active partition takes writes, and expires items.
         damage: Which of its records on disk is damaged; empty for none. Such a partition is dead,
             and stays so. What it has in memory goes to those of its replicas that follow it.
+        is_incomplete: Whether this node may lack changes that it once acknowledged: it has lost its
+            copy, and copies the partition again.
         failover_log: The branches that led here.
         table: Key to number.
         rows: The kernel's part of the open snapshot, with the highest number and CAS.
@@ -113,6 +115,7 @@ class Partition:
         "failover_log",
         "id",
         "indexed_item_count",
+        "is_incomplete",
         "manager",
         "purge_seq",
         "repeated_batches",
@@ -143,6 +146,7 @@ class Partition:
         self.id = partition_id
         self.state = image.state
         self.damage = image.damage
+        self.is_incomplete = image.is_incomplete
         self.failover_log = image.failover_log
         self.table = HashTable(memory)
         self.repeated_batches = RepeatedBatches(
@@ -173,6 +177,14 @@ class Partition:
 
     def __repr__(self) -> str:
         return f"<Partition {self.id}, {self.state.name.lower()}, at {self.high_seq}>"
+
+    @property
+    def told_state(self) -> PartitionState:
+        """The state that others are told. Who is about to choose an active node must not take a
+        replica for complete that copies again what it had."""
+        if self.is_incomplete and self.state is PartitionState.REPLICA:
+            return PartitionState.PENDING
+        return self.state
 
     @property
     def high_seq(self) -> SeqNo:

@@ -25,6 +25,7 @@ class PartitionImage(msgspec.Struct, frozen=True):
         answers: What publishers were answered, by token, oldest first.
         item_count: Keys that exist, as of `indexed_seq`.
         damage: Which of its records is damaged; empty for none.
+        is_incomplete: Whether it may lack changes that this node once acknowledged.
     """
 
     state: PartitionState
@@ -36,3 +37,4 @@ class PartitionImage(msgspec.Struct, frozen=True):
     answers: Mapping[WriterToken, MutateResult] = {}
     item_count: int = 0
     damage: str = ""
+    is_incomplete: bool = False

@@ -145,5 +145,9 @@ def _new_received_snapshots(
     partition: Partition, partial: PartialRecord | None = None
 ) -> ReceivedSnapshots:
     return ReceivedSnapshots(
-        partition.failover_log, partition.high_seq, partition.last_cas, partial
+        partition.failover_log,
+        partition.high_seq,
+        partition.last_cas,
+        partial,
+        is_incomplete=partition.is_incomplete,
     )

@@ -261,6 +261,7 @@ class ClusteredBucket:
     def _carry_out(self, change: RoleChange) -> None:
         partition, state = change.partition, change.state
         has_new_history = change.failover_log != partition.failover_log
+        partition.is_incomplete = _is_incomplete_after(change)
         partition.change_state(state, change.failover_log)
         if state in (PartitionState.REPLICA, PartitionState.DEAD):
             # Such a partition keeps nothing in memory: it stands where its disk stands.
@@ -319,4 +320,10 @@ def _record_of(change: RoleChange) -> PartitionRecord:
         tuple(change.failover_log.pairs()),
         persisted,
         partition.last_cas,
+        is_incomplete=_is_incomplete_after(change),
     )
+
+
+def _is_incomplete_after(change: RoleChange) -> bool:
+    # What an active node lacks is lost: nobody waits for it any more.
+    return change.partition.is_incomplete and change.state is not PartitionState.ACTIVE

@@ -318,6 +318,7 @@ class PartitionMaps:
                 f"and {new_map.revision} is not higher; repeat the command",
             )
         clustered_bucket = self._buckets.get(new_map.bucket)
+        has_map = clustered_bucket is not None
         if clustered_bucket is None:
             clustered_bucket = await self._bucket_without_map(
                 new_map, is_from_operator=is_from_operator
@@ -328,6 +329,8 @@ class PartitionMaps:
                 Status.BAD_ARGUMENT,
                 f"the bucket has {partition_count} partitions here, not {len(new_map.partitions)}",
             )
+        if not has_map:
+            self._note_incomplete(clustered_bucket.disk, clustered_bucket.map, new_map)
         if is_from_operator:
             # A map that another node tells was applied elsewhere: to refuse it would not undo it.
             roles.check_hand_over(
@@ -376,6 +379,20 @@ class PartitionMaps:
         return self._clustered_bucket(
             disk, map_before, is_confirmed=True, is_clean=True, suspects=suspects
         )
+
+    def _note_incomplete(
+        self, disk: BucketDisk, map_before: PartitionMap, first_map: PartitionMap
+    ) -> None:
+        """Notes what this node may lack when it gets its first map of a bucket that it has.
+
+        `upr replicas add` refuses a node that has a bucket of its own. So the map has named this
+        one before: it has lost its disk, its configuration has made the bucket again, and it may
+        have acknowledged changes of the partitions for which another node is active. A node that
+        the command adds has no bucket; if it had one before, the map records what it may lack.
+        """
+        for partition in disk.bucket.partitions:
+            before, after = map_before.partitions[partition.id], first_map.partitions[partition.id]
+            partition.is_incomplete = before.active == self.node != after.active
 
     def _clustered_bucket(
         self,

@@ -48,6 +48,7 @@ class ReceivedSnapshots:
         high: The last complete snapshot's end on disk.
         last_cas: The highest CAS up to there.
         partial: The snapshot of which the disk has the front.
+        is_incomplete: Whether the disk may lack changes that this node once acknowledged.
 
     Attributes:
         log: The source's failover log, as it told last.
@@ -65,6 +66,8 @@ class ReceivedSnapshots:
         high: SeqNo,
         last_cas: Cas,
         partial: PartialRecord | None = None,
+        *,
+        is_incomplete: bool = False,
     ) -> None:
         self.log = log
         self.high = high
@@ -73,6 +76,9 @@ class ReceivedSnapshots:
         self.nbytes = 0
         self.has_unwritten = False
         self._partial = partial
+        self._is_incomplete = is_incomplete
+        # From here on the copy is complete; None while that is not known.
+        self._complete_from: SeqNo | None = None
         self._history_id = HistoryId(0)
         self._snapshot_end = SeqNo(0)
         self._purge_seq = SeqNo(0)
@@ -87,7 +93,13 @@ class ReceivedSnapshots:
     def from_record(cls, record: PartitionRecord) -> ReceivedSnapshots:
         """What is on disk, and no more."""
         failover_log = FailoverLog.of_pairs(record.failover_log)
-        return cls(failover_log, record.high, Cas(record.last_cas), record.partial)
+        return cls(
+            failover_log,
+            record.high,
+            Cas(record.last_cas),
+            record.partial,
+            is_incomplete=record.is_incomplete,
+        )
 
     @property
     def position(self) -> Position:
@@ -165,6 +177,7 @@ class ReceivedSnapshots:
     def begin_stream(self) -> None:
         """The stream begins anew at `position`, and sends the answers of the snapshot under way
         again. It may be another history's, in which those batches never were."""
+        self._complete_from = None
         self._answers_of_snapshot = []
         self._answer_bytes_of_snapshot = 0
         if self._ends_with_last_chunk:
@@ -173,6 +186,20 @@ class ReceivedSnapshots:
             self.nbytes -= last_chunk.nbytes
             self._partial = self._partial_through(last_chunk.start)
             self.received_seq = last_chunk.start
+
+    def note_active_seq(self, seq: SeqNo) -> None:
+        """The stream that has begun is the active node's, which had everything up to `seq` since
+        this node was started: with that the copy lacks nothing that this node acknowledged
+        before."""
+        self._complete_from = seq
+        if self._is_incomplete and not self._lacks_changes:
+            self.has_unwritten = True
+
+    @property
+    def _lacks_changes(self) -> bool:
+        if not self._is_incomplete:
+            return False
+        return self._complete_from is None or self.high < self._complete_from
 
     def end_snapshot(self, end: SeqNo) -> None:
         """The snapshot is complete.
@@ -201,6 +228,7 @@ class ReceivedSnapshots:
         self.log = self.log.up_to(seq)
         self.high = self.received_seq = seq
         self._partial = None
+        self._complete_from = None
         self._answers_of_snapshot = []
         self._answer_bytes_of_snapshot = 0
         self._purge_seq = SeqNo(0)
@@ -212,7 +240,9 @@ class ReceivedSnapshots:
     def record(self, state: PartitionState = PartitionState.REPLICA) -> PartitionRecord:
         """What is true of the partition once all of it is on disk."""
         pairs = tuple(self.log.pairs())
-        return PartitionRecord(state, pairs, self.high, self.last_cas, self._partial)
+        return PartitionRecord(
+            state, pairs, self.high, self.last_cas, self._partial, self._lacks_changes
+        )
 
     def take_write(self) -> ReceivedWrite:
         """What is to be put on disk. The caller puts it there, or starts again `from_record`."""
@@ -232,5 +262,6 @@ class ReceivedSnapshots:
         self._purge_seq = SeqNo(0)
         self.nbytes = sum(chunk.nbytes for chunk in held_chunks)
         self.has_unwritten = bool(held_chunks)
+        self._is_incomplete = record.is_incomplete
         self.written_record = record
         return write

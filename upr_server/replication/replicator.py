@@ -304,8 +304,13 @@ class Replicator:
             self.trouble = ""
             self._system.log_in_pauses.note_success(self._address)
             self._consumers[event.partition] = consumer
-            self._received_snapshots[event.partition].begin_stream()
-            if event.partition in self._dirty:
+            snapshots = self._received_snapshots[event.partition]
+            snapshots.begin_stream()
+            # Another replica may itself lack what this node once acknowledged.
+            is_active = self.source.partitions[event.partition] is PartitionState.ACTIVE
+            if is_active and event.high_seq is not None:
+                snapshots.note_active_seq(event.high_seq)
+            if event.partition in self._dirty or snapshots.has_unwritten:
                 self._mark_dirty(event.partition)
             self._report(event.partition)
 
@@ -511,6 +516,7 @@ class Replicator:
         partition = self._partition(partition_id)
         self._on_disk[partition_id] = write.record
         move_to_record(partition, write.record)
+        partition.is_incomplete = write.record.is_incomplete
         partition.purge_seq = max(partition.purge_seq, write.purge_seq)
         if partition.failover_log != failover_log:
             partition.change_state(partition.state, failover_log)
@@ -552,7 +558,13 @@ class Replicator:
                 seq = SeqNo(snapshot_end or 0)
                 failover_log = snapshots.log.up_to(seq)
                 pairs = tuple(failover_log.pairs())
-                record = PartitionRecord(PartitionState.REPLICA, pairs, seq, partition.last_cas)
+                record = PartitionRecord(
+                    PartitionState.REPLICA,
+                    pairs,
+                    seq,
+                    partition.last_cas,
+                    is_incomplete=partition.is_incomplete,
+                )
                 answers = partition.repeated_batches.answers
                 undone_answers: list[bytes] = []
                 for rows in answers.rows_above(seq, STEP_ANSWERS):

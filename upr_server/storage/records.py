@@ -310,6 +310,9 @@ class PartitionRecord(msgspec.Struct, frozen=True, omit_defaults=True):
         high: The persisted snapshot end: the log holds everything up to here.
         last_cas: No CAS up to here is assigned again.
         partial: What the log holds of the snapshot behind `high`; None if nothing.
+        is_incomplete: Whether the copy may lack changes that this node once had, and acknowledged:
+            it copies the partition again, and has not reached yet what the active node had.
+            Missing in older records, and where it is not so; older servers ignore it.
     """
 
     state: PartitionState
@@ -317,6 +320,7 @@ class PartitionRecord(msgspec.Struct, frozen=True, omit_defaults=True):
     high: SeqNo
     last_cas: int
     partial: PartialRecord | None = None
+    is_incomplete: bool = False
 
     @property
     def received_seq(self) -> SeqNo:

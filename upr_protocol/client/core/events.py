@@ -126,10 +126,17 @@ class Undone(msgspec.Struct, frozen=True):
 
 
 class StreamAccepted(msgspec.Struct, frozen=True):
-    """The server accepted a stream. Comes before any of its data, and only if asked for."""
+    """The server accepted a stream. Comes before any of its data, and only if asked for.
+
+    Attributes:
+        log: The server's failover log.
+        high_seq: The highest sequence number that the server had when the connection was made; None
+            if it did not tell.
+    """
 
     partition: PartitionId
     log: FailoverLog
+    high_seq: SeqNo | None = None
 
 
 class StreamEnded(msgspec.Struct, frozen=True):

@@ -93,6 +93,11 @@ class _ConnectionStreams:
         """Whether a replica may send reports."""
         return self.session.state in (SessionState.OPEN, SessionState.STREAMING)
 
+    def high_seq_of(self, partition: PartitionId) -> SeqNo | None:
+        """The highest sequence number that the node told of a partition; None if it did not."""
+        told_log = self.handshake.logs.get(partition)
+        return None if told_log is None or told_log.status else told_log.high_seq
+
     def forget(self, partition: PartitionId) -> None:
         """The partition's stream is of no interest any more."""
         for partitions in (
@@ -392,7 +397,9 @@ class StreamFollower:
         is_urgent = has_missing_end or (connection.has_sent_go and bool(state.unsaved_logs))
         if connection.has_sent_go:
             state.unsaved_logs.clear()
-        event = StreamAccepted(partition, log) if state.subscription.with_logs else None
+        event = None
+        if state.subscription.with_logs:
+            event = StreamAccepted(partition, log, connection.high_seq_of(partition))
         priority = SavePriority.URGENT if is_urgent else SavePriority.PARTIAL
         deliveries = [Delivery(event, (partition, new_position), priority=priority)]
         if has_missing_end:

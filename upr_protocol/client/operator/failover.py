@@ -95,6 +95,10 @@ class _Failover:
             partition: [] for partition in partitions
         }
         self.fenced_nodes: list[str] = []
+        # Of the fenced nodes those that lost a partition, and have not copied all of it again.
+        self._incomplete_nodes: dict[PartitionId, set[str]] = {
+            partition: set() for partition in partitions
+        }
 
     def _reached_holders(self) -> list[str]:
         """The holders that answer and have the bucket. A fence would give the bucket to one that
@@ -158,19 +162,25 @@ class _Failover:
                 "back a node that has one"
             )
 
-    def _missing_replicas(self, nodes: Iterable[str]) -> tuple[list[int], list[str]]:
+    def _missing_replicas(
+        self, nodes: Iterable[str], *, counts_incomplete: bool = False
+    ) -> tuple[list[int], list[str]]:
         """The partitions of which `nodes` has too few acknowledging replicas, and those that are
-        missing."""
+        missing. One that copies the partition again may lack what it acknowledged: it counts only
+        on request."""
         available_nodes = set(nodes)
         lacking_partitions: list[int] = []
         missing_replicas: dict[str, None] = {}
         for partition, assignment in self._change.assignments.items():
             replicas = acknowledging_replicas(assignment)
-            count = sum(name in available_nodes for name in replicas)
+            counting_nodes = available_nodes
+            if not counts_incomplete:
+                counting_nodes = available_nodes - self._incomplete_nodes[partition]
+            count = sum(name in counting_nodes for name in replicas)
             if count < fences_needed(assignment, self._acknowledged):
                 lacking_partitions.append(partition)
                 missing_replicas.update(
-                    dict.fromkeys(name for name in replicas if name not in available_nodes)
+                    dict.fromkeys(name for name in replicas if name not in counting_nodes)
                 )
         return lacking_partitions, list(missing_replicas)
 
@@ -206,9 +216,20 @@ class _Failover:
                 self._report(f"{name} is fenced, but does not serve its copies of {refused_text}")
                 continue
             self.fenced_nodes.append(name)
+            incomplete_partitions: list[PartitionId] = []
             for partition, assignment in change.assignments.items():
                 if name in assignment.holders() and partition < len(report.partitions):
                     self._copies[partition].append(report.copy_of(partition))
+                    # By the map that it has now it is a replica.
+                    if report.state_of(partition) is PartitionState.PENDING:
+                        incomplete_partitions.append(partition)
+                        self._incomplete_nodes[partition].add(name)
+            if incomplete_partitions:
+                incomplete_text = partitions_text(incomplete_partitions)
+                self._report(
+                    f"{name} is fenced, but has lost its copy of {incomplete_text}, and has not "
+                    "yet copied all of it again: it counts as missing"
+                )
         self._report(
             f"{', '.join(self.fenced_nodes) or 'no node'}: revision {revision}, fenced for "
             f"{change.text}"
@@ -228,7 +249,9 @@ class _Failover:
     async def check_fenced(self, *, lose_acknowledged: bool) -> None:
         """Restores the old assignments and refuses, if too few replicas were fenced; where
         acknowledged changes may be lost, only if there is no copy at all."""
-        lacking_partitions, missing_replicas = self._missing_replicas(self.fenced_nodes)
+        lacking_partitions, missing_replicas = self._missing_replicas(
+            self.fenced_nodes, counts_incomplete=lose_acknowledged
+        )
         if lose_acknowledged:
             try:
                 self.check_copies(self.fenced_nodes)
@@ -291,13 +314,20 @@ class _Failover:
         )
         # The most complete of those that answer may still be one that is being refilled, and lacks
         # what it once acknowledged.
-        copies = most_complete(self._copies[partition])
+        copies = self._most_complete(partition)
         return sorted(copy.node for copy in copies if copy.contains(required_point))
+
+    def _most_complete(self, partition: PartitionId) -> list[PartitionCopy]:
+        """The copies that have everything that any of them has. One that copies the partition again
+        may be in a history of its own: then it is left out."""
+        copies, incomplete_nodes = self._copies[partition], self._incomplete_nodes[partition]
+        complete_copies = [copy for copy in copies if copy.node not in incomplete_nodes]
+        return most_complete(copies) or most_complete(complete_copies)
 
     def _problem(self, partition: PartitionId, candidates: list[str], to: str) -> str:
         if candidates:
             return f"{to} has less than {', '.join(candidates)}"
-        copies = most_complete(self._copies[partition])
+        copies = self._most_complete(partition)
         if copies:
             names = ", ".join(sorted(copy.node for copy in copies))
             return (

@@ -75,7 +75,7 @@ def _tell_partitions(context: RequestContext, request: Open, bucket: Bucket) -> 
             continue
         context.send(
             PartitionLog(
-                partition.state,
+                partition.told_state,
                 partition.high_seq,
                 partition.manager.persistence.committed_seq,
                 partition.purge_seq,

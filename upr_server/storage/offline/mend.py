@@ -1,8 +1,8 @@
 """Removing damaged partitions from a replica, so that it copies them from the active node again.
 
 A replica whose partition is empty follows the active node from the beginning. So it is enough to
-empty the partition, as a rollback to 0 does. An active node must not do that: the others would
-follow it, and lose what they have.
+empty the partition, as a rollback to 0 does, and to note that it lacks what it had. An active node
+must not do that: the others would follow it, and lose what they have.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ def _mend(storage: BucketStorage, name: str) -> Iterator[DamagedPartition]:
         if partition.damage:
             is_replica = _is_replica_by_map(stored_bucket, partition_id)
             if is_replica:
-                empty = PartitionRecord(PartitionState.REPLICA, (), SeqNo(0), 0)
+                empty = PartitionRecord(PartitionState.REPLICA, (), SeqNo(0), 0, is_incomplete=True)
                 storage.empty_partition(partition_id, empty)
             yield DamagedPartition(
                 name, partition_id, is_replica, partition.damage, is_refused=True
@@ -156,5 +156,9 @@ def _damage_in(log: ChunkLog, partition_id: int, partition: StoredPartition) -> 
 def _empty_record(record: PartitionRecord) -> PartitionRecord:
     failover_log = FailoverLog.of_pairs(record.failover_log).up_to(SeqNo(0))
     return msgspec.structs.replace(
-        record, failover_log=tuple(failover_log.pairs()), high=SeqNo(0), partial=None
+        record,
+        failover_log=tuple(failover_log.pairs()),
+        high=SeqNo(0),
+        partial=None,
+        is_incomplete=True,
     )

@@ -392,4 +392,5 @@ def _image(partition: StoredPartition, failover_log: FailoverLog) -> PartitionIm
         by_age,
         partition.item_count,
         partition.damage,
+        record.is_incomplete,
     )

@@ -557,4 +557,10 @@ async def take_answers(partition: Partition, through: SeqNo) -> list[bytes]:
 def record_of(partition: Partition, high: SeqNo) -> PartitionRecord:
     """The record of a partition that is on disk up to `high`."""
     log_pairs = tuple(partition.failover_log.pairs())
-    return PartitionRecord(partition.state, log_pairs, high, partition.last_cas)
+    return PartitionRecord(
+        partition.state,
+        log_pairs,
+        high,
+        partition.last_cas,
+        is_incomplete=partition.is_incomplete,
+    )
