@@ -107,7 +107,7 @@ CITY: Final = IndexDefinition(("city",))
 DESIGN: Final = b'{"indexes": {"city": {"key": ["city"]}}}'
 CONTENTS: Final = {b"k%d" % n: json.dumps({"city": "abc"[n % 3]}).encode() for n in range(9)}
 EVERY: Final = 7
-"""Of so many steps one is tried where there are hundreds."""
+"""Where there are hundreds of steps, one of this many is tried."""
 
 TRIED: Final[set[Function]] = set()
 """Those that tests below say they cancel; each test sees that it does."""

@@ -303,7 +303,8 @@ TLS: Final = {"tls_certificate": "indexer.pem", "tls_client_ca": "ca.pem"}
         (TLS, True),
         ({**TLS, "tls_client_certificates": "optional"}, False),
         ({"insecure_no_authentication": True}, True),
-        # Who logs in follows a server with users, and asks for them, over an encrypted link.
+        # An indexer that logs in follows a server with users. It asks for users, too, over an
+        # encrypted link.
         ({"tls_certificate": "indexer.pem", "user": "bob"}, True),
         ({"user": "bob"}, False),
     ],

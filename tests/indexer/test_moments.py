@@ -145,7 +145,7 @@ async def test_a_moment_does_not_live_for_ever_by_use(
         async with moment.reading() as view:
             await trio.sleep(1 + CHECK_INTERVAL_S)
             assert moment.is_gone
-            # Whoever reads it reads on.
+            # A scan that reads it goes on.
             assert view.scan(EntrySelection(), 9).entries == entries(file)
         with pytest.raises(MomentGoneError):
             async with moment.reading():

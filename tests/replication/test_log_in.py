@@ -144,9 +144,9 @@ async def test_a_node_that_may_not_replicate_gets_nothing(password_file: Path) -
 
 
 async def test_a_node_that_an_operator_names_makes_no_users(certificates: Certificates) -> None:
-    """Whoever may operate one bucket names a node of their own in its map. Its certificate is for
-    the address, and from the authority that nodes trust, but for nobody who may replicate: what it
-    says of users does not count."""
+    """An operator of one bucket names a node of their own in its map. Its certificate is for the
+    address, and from the authority that nodes trust, but for nobody who may replicate: what it says
+    of users does not count."""
     node = User("nodes", None, (Grant(Right.REPLICATE, EVERYTHING),))
     hostile = User("localhost", None, (Grant(Right.READ, "b"), Grant(Right.REPLICATE, "b")))
     authority = certificates.authority

@@ -251,7 +251,7 @@ async def test_seqnos_come_from_the_active_though_a_replica_is_asked_first() -> 
 
 
 async def test_a_replica_that_becomes_active_ends_its_streams() -> None:
-    """Who follows it is given nothing of a history that it has not heard of."""
+    """A consumer that follows it is given nothing of a history that it does not know."""
     async with cluster("ab", partitions=1) as group:
         await write(group, "a", 5)
         await same(group)

@@ -247,7 +247,7 @@ async def test_disk_first_then_memory(autojump_clock: trio.testing.MockClock) ->
         assert reader.kinds[1:] == [SnapshotKind.MEMORY]
         assert reader.ends == [300, 307]
         assert model.disk.backfills == 1
-        # Who has a part of it gets the rest.
+        # A consumer that has a part of it gets the rest.
         for start in 0, 1, 50, 75, 299, 300, 307:
             other_reader = Reader(model, start)
             await other_reader.read()

@@ -267,8 +267,8 @@ async def result_of(peer: Peer, request: Mutate) -> MutateReply:
 
 @pytest.mark.parametrize("joined", [False, True])
 async def test_a_user_does_not_speak_as_the_writer_of_another_user(joined: bool) -> None:
-    """A writer's ID may be known: that of a named write in Spark is a hash of the name. Whoever
-    could use it would hear what was answered to others, and have their batches taken for
+    """A writer's ID may be known: that of a named write in Spark is a hash of the name. A client
+    that could use it would get what was answered to others, and have their batches taken for
     repeated."""
     rights = (Grant(Right.WRITE, "b"), Grant(Right.INDEX, "b"))
     server = make_server()
@@ -376,7 +376,7 @@ async def test_taking_a_right_from_a_role_ends_the_streams_that_lived_by_it(how:
         await server.users.apply_change(lambda users: users.with_role(UserRole("editors", grants)))
         await server.users.apply_change(lambda users: users.assigning(USER, ("editors",)))
         await streaming(peer)
-        # Who also may by another role goes on.
+        # A user who also may by another role goes on.
         await server.users.apply_change(lambda users: users.with_role(UserRole("others", grants)))
         await server.users.apply_change(lambda users: users.assigning(USER, ("others",)))
         await server.users.apply_change(lambda users: users.without_role("others"))

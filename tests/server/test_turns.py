@@ -82,7 +82,8 @@ async def test_many_readers_share_the_loops_turns(lanes: int) -> None:
 
 
 async def test_networks_have_their_turns_one_after_the_other() -> None:
-    """Who comes later from another one does not wait behind all that one has opened."""
+    """A connection that comes later from another one does not wait behind all that one has
+    opened."""
     timer = TurnTimer()
     timer.start()
     turns, queues = BudgetedTurns(timer, 1, HANDSHAKE_LANES), dict[str, NetworkQueue]()

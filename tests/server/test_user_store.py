@@ -305,7 +305,7 @@ def test_the_rights_that_are_kept_are_those_of_the_users(
 
 
 async def test_rights_that_differ_take_bounded_memory() -> None:
-    """Whoever has rights by many patterns may ask for buckets with any of them."""
+    """A user with rights by many patterns may ask for buckets with any of them."""
     store = await store_with_admin()
     letters = "abcdefghijklmn"
     grants = tuple(Grant(Right.READ, f"*{letter}*", letter.encode()) for letter in letters)

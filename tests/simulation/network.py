@@ -268,8 +268,8 @@ class SimulatedStream(trio.abc.HalfCloseableStream):
         if not self._closed:
             self._closed = True
             self._out.end()
-            # Whoever goes on sending here is told. Nothing is waited for: most are closed by those
-            # who are cancelled, and to be told so once more is a cancel scope each time.
+            # A side that goes on sending here is told. Nothing is waited for: most are closed by
+            # those who are cancelled, and to be told so once more is a cancel scope each time.
             self._back.reset()
 
 

@@ -84,8 +84,8 @@ def spark(class_archive: None, tmp_path_factory: pytest.TempPathFactory) -> Iter
 
 @pytest.fixture(scope="session")
 def server() -> Iterator[BlockingServer]:
-    """A server that all tests share; each makes buckets of its own. Who kills it takes its own:
-    `blocking_server`."""
+    """A server that all tests share; each makes buckets of its own. A test that kills it takes its
+    own: `blocking_server`."""
     with blocking_server() as running:
         yield running
 

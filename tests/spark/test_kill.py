@@ -30,7 +30,7 @@ from upr_protocol.client import BlockingClient
 from upr_protocol.ids import Operation
 
 PARTITIONS = 1024
-"""Of so many partitions each is compacted though little of it is garbage."""
+"""With this many partitions, each is compacted though little of it is garbage."""
 
 KEYS = keys_of(5, PARTITIONS, 10) + keys_of(700, PARTITIONS, 10)
 DRIVER_S = 300.0

@@ -54,7 +54,7 @@ MAP_BYTES: Final = 256 * 1024 * 1024
 VARIANTS_MAX: Final = effort(1, 6)
 """How many states are made of one moment at which something was not synced yet."""
 LIE_WRITES: Final = 20
-"""Of so many writes a disk that lies says that they are on disk, and they are not."""
+"""How many writes a wrong disk reports as on disk although they are not."""
 
 LIE_STATES: Final = 500
 """How many states of such a disk are enough to see what it does."""

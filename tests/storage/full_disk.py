@@ -15,7 +15,7 @@ class FullDisk(SimulatedDisk):
     takes pages, also a deletion, and what it gives back can be used by later commits only.
 
     Attributes:
-        changes_max: So many records a commit may change.
+        changes_max: How many records a commit may change.
     """
 
     def __init__(self) -> None:

@@ -185,8 +185,8 @@ class StrangerGroup:
         return int((await self.asking.stats())["server"]["connections"]) - self.good
 
     async def come(self, count: int, greeting: bytes) -> None:
-        """So many come, or fewer if the server takes long to accept them: the first ones must still
-        be there when the last have come."""
+        """Connects this many, or fewer if the server takes long to accept them: the first ones must
+        still be there when the last have come."""
         until = trio.current_time() + COME_S
         while len(self.sockets) < count and trio.current_time() < until:
             more = min(STEP, count - len(self.sockets))

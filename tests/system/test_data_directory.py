@@ -436,7 +436,7 @@ async def test_a_bucket_that_cannot_be_opened_is_refused_and_the_others_are_serv
         await client.create_bucket(OTHER, PARTITIONS)
         await write(server, ITEMS, OTHER)
         assert everything_in(data / "buckets" / BUCKET) == before
-        # Whoever has another copy may delete this one.
+        # A user who has another copy may delete this one.
         await client.delete_bucket(BUCKET)
         assert not (data / "buckets" / BUCKET).exists()
         await client.create_bucket(BUCKET, PARTITIONS)

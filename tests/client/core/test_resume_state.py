@@ -516,7 +516,7 @@ class Schedule(DrawnSchedule):
         if self._chance(15):
             net.cut()
         if self._failovers and self._chance(25):
-            # Whoever streams from a partition that fails over loses the connection.
+            # A client that streams from a partition that fails over loses the connection.
             net.cut()
             partition = self._rng.choice(self.server.partitions)
             partition.fail_over(self._rng.getrandbits(63) | 1, self._rng.randint(0, partition.high))

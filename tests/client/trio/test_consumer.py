@@ -218,7 +218,7 @@ async def test_events_that_nobody_asks_for_are_bounded(
             await trio.testing.wait_all_tasks_blocked()
         # Four events a change, had they all been read.
         assert 4096 <= consumer.statistics().waiting_events < 6000
-        # Whoever does not read does not take the other side's silence for death.
+        # A side that does not read does not take the other side for dead.
         await trio.sleep(1000)
         while mirror.contents.get(b"k") != b"2999":
             mirror.apply(await anext(consumer))

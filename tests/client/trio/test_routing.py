@@ -253,7 +253,7 @@ async def test_connected_nodes_are_asked_for_the_map_on_their_connection(
     async with mirrored(cluster) as (consumer, mirror):
         await consumer.barrier()
         began = dials.copy()
-        # Who is to have it does not know yet.
+        # The node that is to have it does not know yet.
         cluster.move({0: Assignment(active="b")}, tell="ac")
         await trio.sleep(5)
         cluster.tell("b")

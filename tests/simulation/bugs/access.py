@@ -37,7 +37,7 @@ def stream_to_any_replica() -> Iterator[None]:
 
 @planted(HOSTILE_NODE)
 def write_any_key() -> Iterator[None]:
-    """Who may write some keys of a bucket may write all of them."""
+    """A user who may write some keys of a bucket may write all of them."""
     with replaced(Access, "check_changed_keys", lambda _self, _message: None):
         yield
 
