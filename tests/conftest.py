@@ -103,6 +103,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=place)
 
 
+def pytest_collection_finish() -> None:
+    """What was imported and collected stays to the end. Python's collector is not to look at it
+    again each time: that took a second, where a test has it collect."""
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture(scope="session")
 def certificates(tmp_path_factory: pytest.TempPathFactory) -> Certificates:
     """Certificates of several kinds."""
