@@ -17,7 +17,7 @@ from upr_server.net.access import Access
 @planted(HOSTILE_NODE)
 def allow_everything() -> Iterator[None]:
     """A node does not check what a client may do."""
-    with replaced(Access, "check_message", lambda _self, _message: None):
+    with replaced(Access, "check_message", lambda _self, _message, **_: None):
         yield
 
 
@@ -26,10 +26,10 @@ def stream_to_any_replica() -> Iterator[None]:
     """The streams of replicas need the right to read, as all others do."""
     check: Any = Access.check_message
 
-    def check_as_consumer(self: Access, message: Any) -> None:
+    def check_as_consumer(self: Access, message: Any, **options: Any) -> None:
         if isinstance(message, Stream):
             message = replace(message, with_answers=False)
-        check(self, message)
+        check(self, message, **options)
 
     with replaced(Access, "check_message", check_as_consumer):
         yield

@@ -24,7 +24,7 @@ from upr_server.replication.received_snapshots import ReceivedSnapshots
 from upr_server.storage import chunk_log, compaction, key_index, records
 from upr_server.storage.api import Store
 from upr_server.storage.calls import Commit, CreateBucketFiles, DeleteBucketFiles
-from upr_server.storage.chunk_log import ChunkLog
+from upr_server.storage.chunk_reader import ChunkReader
 from upr_server.storage.errors import StoreFailedError
 from upr_server.storage.online.flusher import Flusher
 from upr_server.storage.online.leases import LeaseBook
@@ -132,7 +132,7 @@ def roll_back_into_snapshot() -> Iterator[None]:
     """A replica rolls back to the end of a chunk, though that lies inside a snapshot."""
 
     def find_snapshot_end(
-        self: ChunkLog, partition: int, ceiling: SeqNo, floor: SeqNo
+        self: ChunkReader, partition: int, ceiling: SeqNo, floor: SeqNo
     ) -> SeqNo | None:
         through = min(ceiling, self.high_seq(partition))
         if through <= floor:
@@ -141,7 +141,7 @@ def roll_back_into_snapshot() -> Iterator[None]:
         ends = [chunk.end for chunk in chunks if chunk.end <= through]
         return ends[-1] if ends else None
 
-    with replaced(ChunkLog, "find_snapshot_end", find_snapshot_end):
+    with replaced(ChunkReader, "find_snapshot_end", find_snapshot_end):
         yield
 
 

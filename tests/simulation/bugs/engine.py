@@ -58,9 +58,9 @@ def collapse_under_cursor() -> Iterator[None]:
     """Snapshots are collapsed while cursors read them."""
 
     def entries_to_collapse(
-        entries: Sequence[SnapshotEntry], entry: SnapshotEntry, *, shortest: bool = False
+        entries: Sequence[SnapshotEntry], entry: SnapshotEntry, **_: bool
     ) -> list[SnapshotEntry] | None:
-        del entry, shortest
+        del entry
         return list(entries[:-1]) if len(entries) > 2 else None
 
     with (
@@ -75,7 +75,7 @@ def evict_unindexed_key() -> Iterator[None]:
     """The key table evicts keys that the disk's index does not have yet."""
     # A new number each time: a sweep begins only when more may be forgotten than before.
     numbers = count(SEQ_MAX // 2)
-    with replaced(KeyEviction, "pinned", property(lambda _self: next(numbers))):
+    with replaced(KeyEviction, "pinned_seq", property(lambda _self: next(numbers))):
         yield
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from typing import Any
 
 import trio
@@ -45,10 +45,14 @@ def conceal_lost_queue() -> Iterator[None]:
     names: set[str] = set()
 
     def begin_silently(
-        self: EventFeeds, consumer: str, event_filter: EventFilter, timeout_s: float
+        self: EventFeeds,
+        consumer: str,
+        event_filter: EventFilter,
+        timeout_s: float,
+        rights: Hashable,
     ) -> EventQueue:
         is_new = self._queues.get(consumer) is None
-        queue: EventQueue = queue_of(self, consumer, event_filter, timeout_s)
+        queue: EventQueue = queue_of(self, consumer, event_filter, timeout_s, rights)
         if is_new and consumer in names:
             queue.unacknowledged = None
         names.add(consumer)

@@ -83,7 +83,7 @@ def move_moment_to_other_copy() -> Iterator[None]:
 def answer_now_without_barrier() -> Iterator[None]:
     """A scan at `now` does not wait for what the server has acknowledged."""
 
-    async def wait(_self: SliceScanner, _log: Any) -> None:
+    async def wait(_self: SliceScanner, _index: Any, _log: Any) -> None:
         await trio.lowlevel.checkpoint()
 
     with replaced(SliceScanner, "_wait_for_barrier", wait):
