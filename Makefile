@@ -88,10 +88,10 @@ hooks: $(INSTALLED) ## check each commit and its first line before it is made
 bench: $(INSTALLED_BENCH) ## measure against the peers, over an hour (ROW=B1 for one row)
 	$(BIN)/python -m benchmarks $(ROW)
 
-pure: $(INSTALLED) ## test chunks, wire and engine, and simulate 4 clusters, without the library in C
+pure: $(INSTALLED) ## test chunks, wire and engine, and simulate 2 clusters, without the library in C
 	UPR_PURE_PYTHON=1 $(BIN)/python -m pytest -n $(WORKERS) --no-loadscope-reorder $(ARGS) \
 		--ignore=tests/engine/test_long_runs.py tests/protocol/chunk tests/protocol/wire tests/engine
-	UPR_PURE_PYTHON=1 $(BIN)/python -m tests.simulation --seeds 4
+	UPR_PURE_PYTHON=1 $(BIN)/python -m tests.simulation --seeds 2
 
 sanitize: $(INSTALLED) ## run the kernel's tests under ASan and UBSan, and fuzz it (TIME=600 seconds)
 	rm -rf build/sanitize && mkdir -p build/sanitize && cp -r upr_kernel build/sanitize/

@@ -9,7 +9,7 @@ import pytest
 from tests.indexer.rounds import running
 from tests.kit.effort import effort
 
-ROUNDS = effort(2, 200)
+ROUNDS = effort(1, 200)
 
 
 @pytest.mark.timeout(effort(240, 3600))

@@ -115,14 +115,14 @@ async def cancelled_at_each_step(
         then: Done each time behind that, and not cancelled: sees that all still works.
         undo: Done each time before anything is looked at: takes back what `work`, or `then`, may
             have done that has tasks of its own.
-        every: How many steps more each time, for work of many steps. A sample takes five times as
+        every: How many steps more each time, for work of many steps. A sample takes ten times as
             many.
         reaching: What must be cancelled inside. With `every` above 1 that may step over some of
             these: then it is done once more for each, and cancelled as soon as that waits.
     """
     needed_names = frozenset(map(name_of, reaching))
     if every > 1 and needed_names:
-        every *= effort(5, 1)
+        every *= effort(10, 1)
     await trio.testing.wait_all_tasks_blocked()
     tasks = _tasks()
 

@@ -27,7 +27,7 @@ from upr_server.storage.records import BucketRecord, LeaseRecord
 from upr_server.storage.simulated_disk import SimulatedDisk
 
 PROFILE: Final = settings(
-    max_examples=effort(75, 150),
+    max_examples=effort(35, 150),
     stateful_step_count=50,
     deadline=None,
     phases=set(Phase) - {Phase.explain},

@@ -22,7 +22,7 @@ from upr_protocol.client import connect
 from upr_protocol.client.operator import fail_over
 from upr_protocol.ids import PartitionId, PartitionState, SeqNo
 
-ROUNDS: Final = effort(2, 6)
+ROUNDS: Final = effort(1, 6)
 REPLICATED: Final[tuple[Level, ...]] = ("replicated", "replicated_persisted")
 
 

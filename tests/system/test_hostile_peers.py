@@ -55,7 +55,7 @@ PACE_S: Final = 1.0
 PACE_MAX_S: Final = 8.0
 MARGIN: Final = 4
 ALONE: Final = 5
-BESIDE: Final = effort(12, 20)
+BESIDE: Final = effort(10, 20)
 SHARE: Final = 0.9
 """Of all batches. When the machine pauses, one batch of each of the ten clients is late; that may
 happen in two rounds of the twenty."""

@@ -86,12 +86,12 @@ nearly done, or just after."""
 
 Ending = Literal["killed", "killed with its processes", "stopped", "killed while it starts"]
 ENDINGS: Final[dict[Ending, int]] = {
-    "killed": effort(3, 28),
+    "killed": effort(2, 28),
     "killed with its processes": effort(1, 10),
     "stopped": effort(1, 8),
-    "killed while it starts": effort(2, 14),
+    "killed while it starts": effort(1, 14),
 }
-"""How many lives end so in each of the two tests: of both together, 12 are killed, or 104. Their
+"""How many lives end so in each of the two tests: of both together, 8 are killed, or 104. Their
 order is drawn, their number is not: how often lots are drawn depends on how fast the machine is."""
 
 

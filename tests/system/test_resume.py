@@ -56,7 +56,7 @@ from upr_protocol.limits import WINDOW_BYTES_DEFAULT, WINDOW_BYTES_MIN
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="processes are held by pidfd")
 
-SCHEDULES: Final = effort(12, 100)
+SCHEDULES: Final = effort(6, 100)
 AT_ONCE: Final = 6
 SEEDS_VARIABLE: Final = "UPR_RESUME_SEEDS"
 
