@@ -33,7 +33,7 @@ async def test_nothing_is_left_of_connections_to_a_node_that_was_restarted() -> 
         await write(group, "a", 20)
         await same(group)
         await restart(group, "a")
-        with no_collections():
+        with no_collections(shows_earlier=True):
             before = alive()
             assert before["ReplicaConsumer"]
             for _ in range(2):

@@ -113,7 +113,9 @@ def create(
     includes: tuple[str, ...],
     url: str,
 ) -> None:
-    r"""Store the design document DESIGN, from FILE (JSON; `-` is standard input) or from --index.
+    r"""Store the design document DESIGN, from FILE or from --index.
+
+    FILE is JSON; `-` is standard input.
 
     \b
     Examples:

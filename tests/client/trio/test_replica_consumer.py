@@ -140,11 +140,11 @@ async def test_a_stream_that_ends_does_not_interrupt_the_others(
 ) -> None:
     ended = PartitionId(P + 1)
     async with as_replica(net) as consumer:
-        await until_event(consumer, StreamAccepted(ended, server.partitions[ended].log))
+        await until_event(consumer, StreamAccepted(ended, server.partitions[ended].log, SeqNo(0)))
         await trio.sleep(1)
         (connection,) = server.connections
         connection.end_stream(ended, Status.BACKFILL_FAILED)
-        await until_event(consumer, StreamAccepted(ended, server.partitions[ended].log))
+        await until_event(consumer, StreamAccepted(ended, server.partitions[ended].log, SeqNo(0)))
         server.put(key_in(ended, len(server.partitions)), b"v")
         await until_event(consumer, SnapshotEnd(ended, SeqNo(1)))
     assert net.dialled == 1

@@ -267,5 +267,5 @@ async def test_accepted_streams_are_events_if_logs_are_asked_for(
     fill_one_partition(server, 3)
     async with consume(URL, dial=net.dial, with_logs=True) as consumer:
         accepted = await anext(consumer)
-        assert accepted == StreamAccepted(P, server.partitions[0].log)
+        assert accepted == StreamAccepted(P, server.partitions[0].log, SeqNo(3))
         assert isinstance(await anext(consumer), SnapshotStart)

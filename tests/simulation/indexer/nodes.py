@@ -197,7 +197,7 @@ def in_one_loop(network: Network) -> Iterator[None]:
     """For as long as the context, whoever connects uses the simulated network, and nobody uses
     threads or waits for a disk."""
 
-    async def connect(host: str, port: int) -> trio.abc.Stream:
+    async def connect(host: str, port: int, **_options: Any) -> trio.abc.Stream:
         return await network.dial(HOST.get(), Address(host, port))
 
     before = structlog.get_config()

@@ -143,21 +143,22 @@ class Flusher:
         for partition in bucket.partitions:
             partition.repeated_batches.answers.track_unsaved()
             cursor = partition.manager.persistence
-            cursor.subscribe(partial(self._is_dirty, partition))
+            cursor.subscribe(partial(self._is_dirty, partition.id))
             if cursor.poll():
-                self._is_dirty(partition)
+                self._is_dirty(partition.id)
 
-    def _is_dirty(self, partition: Partition) -> None:
-        if partition.damage:
+    def _is_dirty(self, partition: PartitionId) -> None:
+        if self._bucket.partitions[partition].damage:
             return
         if not self._dirty_partitions:
             self._dirty_since = trio.current_time()
             self._wakeup.notify()
-        self._dirty_partitions[partition.id] = None
+        self._dirty_partitions[partition] = None
 
     def stop_notifying(self) -> None:
-        """The bucket was deleted: nobody is told of commits any more."""
+        """The bucket was deleted: nobody is told of commits or damage any more."""
         self._on_commit = lambda: None
+        self._on_damage = lambda _: iter(())
 
     # Waiting for the disk.
 
@@ -472,7 +473,7 @@ class Flusher:
 
     async def _give_up(self, partition: Partition) -> None:
         """Answers those who wait for a partition that is refused now. Then passes over what it has
-        in memory, as if that were on disk: else it could never be freed."""
+        in memory, as if that were on disk: otherwise it could never be freed."""
         await self.refuse_callbacks(partition.id)
         for _ in self._on_damage(partition):
             await trio.lowlevel.checkpoint()
