@@ -24,9 +24,9 @@ CORES := $(shell getconf _NPROCESSORS_ONLN 2>/dev/null || echo 2)
 
 # More for one run of pytest: make test ARGS="-k chunk -x"
 ARGS ?=
-# Processes that run the tests, each a file at a time: one more than cores, as many tests wait for
-# servers and for Spark; 0 for none beside pytest's own: make test WORKERS=0 ARGS="-s -k flips"
-WORKERS ?= 3
+# Processes that run the tests, each a file at a time: two more than the two cores of a usual machine, as
+# many tests wait for servers and for Spark; 0 for none beside pytest's own: make test WORKERS=0 ARGS="-s -k flips"
+WORKERS ?= 4
 # One row of the benchmarks: make bench ROW=B1
 ROW ?=
 # Lines broken by a mutation run, drawn from a module or a folder of them:

@@ -31,7 +31,7 @@ for _package in ("engine", "events", "indexer", "spark", "storage", "kit.group",
 settings.register_profile(
     "upr",
     deadline=None,
-    max_examples=effort(40, 400),
+    max_examples=effort(30, 400),
     suppress_health_check=[HealthCheck.too_slow],
 )
 settings.load_profile("upr")

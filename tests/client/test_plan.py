@@ -107,7 +107,7 @@ class Node:
 
 
 @given(st.data())
-@settings(max_examples=effort(300, 6000))
+@settings(max_examples=effort(100, 6000))
 def test_a_failover_keeps_what_was_acknowledged(data: st.DataObject) -> None:
     """Random writes, replicas that connect and lag at random, and several failovers."""
     size = data.draw(st.integers(2, 4), "nodes")
@@ -167,7 +167,7 @@ def test_a_failover_keeps_what_was_acknowledged(data: st.DataObject) -> None:
 
 
 @given(st.data())
-@settings(max_examples=effort(200, 4000))
+@settings(max_examples=effort(80, 4000))
 def test_a_copy_continues_past_a_point_if_it_has_all_before_it_and_more(
     data: st.DataObject,
 ) -> None:

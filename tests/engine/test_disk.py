@@ -43,7 +43,7 @@ from upr_server.engine.partition import EXPIRE_MAX
 from upr_server.engine.publisher_answers import BATCHES_MAX
 
 PROFILE: Final = settings(
-    max_examples=effort(100, 200),
+    max_examples=effort(60, 200),
     stateful_step_count=50,
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
@@ -634,7 +634,7 @@ class Walk:
         machine.only_those_behind_the_disk_are_droppable()
 
 
-@pytest.mark.parametrize("seed", range(effort(20, 60)))
+@pytest.mark.parametrize("seed", range(effort(10, 60)))
 def test_every_answer_is_that_of_a_model_that_forgets_nothing(seed: int) -> None:
     walk = Walk(seed)
     for _ in range(800):

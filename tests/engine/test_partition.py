@@ -468,7 +468,7 @@ def test_many_evaluated_sets_are_stored_as_a_chunk_like_single_ones() -> None:
     as_chunk.check_invariants()
 
 
-@pytest.mark.parametrize("seed", range(effort(6, 40)))
+@pytest.mark.parametrize("seed", range(effort(3, 40)))
 def test_long_batches_of_any_operations_are_stored_like_single_ones(seed: int) -> None:
     """Deletions, counters, keys that occur twice and large values among them, in batches that are
     stored in arrays; readers close snapshots between some of them."""

@@ -19,14 +19,14 @@ from tests.kit.effort import effort
 from upr_protocol.session import Session
 from upr_protocol.wire import MESSAGES, Close, Error, Message
 
-MUTATIONS: Final = effort(10_000, 200_000)
+MUTATIONS: Final = effort(5_000, 200_000)
 MUTATIONS_OF_SLOW: Final = {
-    "frames": effort(1500, 15_000),
-    "server": effort(2000, 20_000),
-    "client": effort(2000, 20_000),
-    "log-in": effort(3000, 30_000),
-    "tls": effort(300, 5000),
-    "links": effort(1000, 20_000),
+    "frames": effort(800, 15_000),
+    "server": effort(1000, 20_000),
+    "client": effort(1000, 20_000),
+    "log-in": effort(1500, 30_000),
+    "tls": effort(150, 5000),
+    "links": effort(500, 20_000),
 }
 """Of each target's corpus together: one to three seconds."""
 

@@ -287,7 +287,7 @@ def few_positions(draw: st.DrawFn) -> Position:
 
 
 @given(st.one_of(failover_logs(5), few_logs()), st.one_of(positions(), few_positions()), FEW, FEW)
-@settings(max_examples=effort(250, 500))
+@settings(max_examples=effort(125, 500))
 def test_every_decision_keeps_the_rules_of_resuming(
     server: FailoverLog, client: Position, more: SeqNo, purge: SeqNo
 ) -> None:
@@ -326,7 +326,7 @@ def test_every_decision_keeps_the_rules_of_resuming(
 
 
 @given(few_logs(), few_positions(), FEW, FEW, st.data())
-@settings(max_examples=effort(250, 500))
+@settings(max_examples=effort(125, 500))
 def test_a_client_that_rolled_back_as_ordered_may_start(
     server: FailoverLog, client: Position, more: SeqNo, purge: SeqNo, data: st.DataObject
 ) -> None:

@@ -214,7 +214,7 @@ async def follow_all(world: World) -> None:
     world.are_done.set()
 
 
-@pytest.mark.parametrize("seed", range(effort(12, 200)))
+@pytest.mark.parametrize("seed", range(effort(6, 200)))
 async def test_a_stream_has_the_rows_with_its_prefix_and_no_other(
     autojump_clock: trio.testing.MockClock, seed: int
 ) -> None:

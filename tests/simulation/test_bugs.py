@@ -35,7 +35,7 @@ NOT_FOUND: Final = (
 FOUND: Final = [name for name in BUGS if name not in {*IN_A_TAKEOVER, *NOT_FOUND}]
 
 
-@pytest.mark.parametrize("name", FOUND[2 :: effort(8, 1)])
+@pytest.mark.parametrize("name", FOUND[2 :: effort(12, 1)])
 def test_a_bug_is_found(name: str) -> None:
     bug = BUGS[name]
     for seed in range(bug.seeds):

@@ -10,7 +10,7 @@ from tests.kit.effort import effort
 from tests.simulation.__main__ import Totals
 from tests.simulation.scenario import run_seed
 
-SAMPLE = range(1003, 1003 + effort(4, 30))
+SAMPLE = range(1003, 1003 + effort(3, 30))
 
 
 def test_a_sample_keeps_every_promise() -> None:

@@ -148,7 +148,7 @@ def test_with_answers_a_stream_begins_again_before_a_last_chunk_without_its_end(
     assert highest == [0, 2, 2, 4]
 
 
-@settings(max_examples=effort(200, 5000))
+@settings(max_examples=effort(80, 5000))
 @given(st.lists(connections, max_size=6))
 def test_positions_follow_from_the_events_however_streams_are_cut(
     arriving: list[Connected],

@@ -166,7 +166,7 @@ def test_messages_that_come_in_numbers_have_struct_code() -> None:
 
 
 @given(MESSAGES_OF_ANY_KIND)
-@settings(max_examples=effort(500, 1_000))
+@settings(max_examples=effort(250, 1_000))
 def test_a_message_comes_back_as_it_was(message: Message) -> None:
     header = Header(message.opcode, message.status, message.partition, message.opaque, 0, 0)
     assert decode(header, padded_body_of(message)) == message
@@ -176,7 +176,7 @@ def test_a_message_comes_back_as_it_was(message: Message) -> None:
 
 
 @given(MESSAGES_OF_ANY_KIND)
-@settings(max_examples=effort(250, 500))
+@settings(max_examples=effort(125, 500))
 def test_a_frame_is_its_header_its_body_and_padding(message: Message) -> None:
     frame = message.frame_buffers()
     whole = b"".join(map(bytes, frame))
@@ -217,7 +217,7 @@ def whole_words(most: int = 12) -> st.SearchStrategy[bytes]:
 
 @kinds
 @given(data=st.data())
-@settings(max_examples=effort(15, 200))
+@settings(max_examples=effort(8, 200))
 def test_random_bodies_are_read_or_refused_as_declared(
     kind: type[Message], data: st.DataObject
 ) -> None:
@@ -233,7 +233,7 @@ def test_random_bodies_are_read_or_refused_as_declared(
 
 @kinds
 @given(data=st.data())
-@settings(max_examples=effort(15, 200))
+@settings(max_examples=effort(8, 200))
 def test_garbled_bodies_are_read_or_refused_as_declared(
     kind: type[Message], data: st.DataObject
 ) -> None:
@@ -246,7 +246,7 @@ def test_garbled_bodies_are_read_or_refused_as_declared(
 
 @kinds
 @given(data=st.data())
-@settings(max_examples=effort(15, 200))
+@settings(max_examples=effort(8, 200))
 def test_a_body_that_is_cut_is_refused(kind: type[Message], data: st.DataObject) -> None:
     message = data.draw(messages_of(kind))
     body = body_of(message)
@@ -256,7 +256,7 @@ def test_a_body_that_is_cut_is_refused(kind: type[Message], data: st.DataObject)
 
 @kinds
 @given(data=st.data())
-@settings(max_examples=effort(15, 200))
+@settings(max_examples=effort(8, 200))
 def test_a_body_that_is_too_long_is_refused(kind: type[Message], data: st.DataObject) -> None:
     message = data.draw(messages_of(kind))
     body = padded_body_of(message)
