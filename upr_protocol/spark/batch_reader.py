@@ -14,12 +14,13 @@ from upr_protocol.client import HeldLease, PartitionInfo, PartitionNumbers
 from upr_protocol.errors import ServerError, Status
 from upr_protocol.ids import SEQ_MAX, HistoryId, PartitionId, SeqNo
 from upr_protocol.spark.driver_client import BucketDriverClient, DriverClient, holds_ranges
-from upr_protocol.spark.errors import OptionError, PipelineError, as_pipeline_error, sentence_first
+from upr_protocol.spark.errors import OptionError, PipelineError, as_pipeline_error
 from upr_protocol.spark.read_options import ReadOptions
 from upr_protocol.spark.read_tasks import PartitionRange, ReadTask, tasks_of
 from upr_protocol.spark.reading import read_task
 from upr_protocol.spark.schema import check_schema
 from upr_protocol.spark.stream_plan import check_named
+from upr_protocol.spark.worker_call import worker_call
 
 
 class BatchReader(DataSourceReader):
@@ -52,7 +53,7 @@ class BatchReader(DataSourceReader):
         self._acquires_lease = acquires_lease
         self._driver_of = driver_of
 
-    @sentence_first()
+    @worker_call()
     def partitions(self) -> Sequence[InputPartition]:
         """Pins what is to be read, and packs it into tasks.
 

@@ -12,7 +12,7 @@ from pyspark.sql.types import StructType
 
 from upr_protocol.spark.batch_shares import StreamLimits, equal_shares
 from upr_protocol.spark.driver_client import BucketDriverClient
-from upr_protocol.spark.errors import PipelineError, sentence_first
+from upr_protocol.spark.errors import PipelineError
 from upr_protocol.spark.micro_batch_reader import (
     MicroBatchReader,
     batch_must_wait,
@@ -25,6 +25,7 @@ from upr_protocol.spark.reading import read_task
 from upr_protocol.spark.schema import check_schema
 from upr_protocol.spark.stream_backlog import StreamBacklog
 from upr_protocol.spark.stream_plan import BacklogSize
+from upr_protocol.spark.worker_call import worker_call
 
 Json = dict[str, Any]
 
@@ -75,7 +76,7 @@ class BucketsReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
             self._matching_buckets = self._driver.matching_buckets
         return self._matching_buckets()
 
-    @sentence_first()
+    @worker_call()
     def initialOffset(self) -> Json:  # noqa: N802  Spark's name
         """Where a new query begins."""
         names = self._bucket_names()
@@ -86,14 +87,14 @@ class BucketsReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         """What the options say of the size of a batch."""
         return default_limit(self._options)
 
-    @sentence_first()
+    @worker_call()
     def prepareForTriggerAvailableNow(self) -> None:  # noqa: N802
         """The query is to end at what there is now."""
         self._names = self._bucket_names()
         for name in self._names:
             self._reader(name).prepareForTriggerAvailableNow()
 
-    @sentence_first()
+    @worker_call()
     def latestOffset(self, start: Json, limit: ReadLimit) -> Json:  # noqa: N802
         """Where the batch ends that begins at `start`."""
         names = self._bucket_names()
@@ -178,7 +179,7 @@ class BucketsReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
             self._reader(name).stay_at_offset(start_offsets[name])
         return end_offsets
 
-    @sentence_first()
+    @worker_call()
     def reportLatestOffset(self) -> Json | None:  # noqa: N802
         """How far the servers are, and the metrics of what they have more."""
         progress = {name: reader.progress() for name, reader in self._readers.items()}
@@ -186,7 +187,7 @@ class BucketsReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         document = _document({name: latest for name, (latest, _) in progress.items()})
         return {**document, "metrics": backlog.metrics()}
 
-    @sentence_first()
+    @worker_call()
     def partitions(self, start: Json, end: Json) -> Sequence[InputPartition]:
         """The tasks that read a batch, for the first time or again."""
         old_offsets, new_offsets = _offsets(start), _offsets(end)
@@ -203,7 +204,7 @@ class BucketsReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         """The rows of one task."""
         return read_task(partition, self._options, self._schema)  # type: ignore[arg-type]
 
-    @sentence_first()
+    @worker_call()
     def commit(self, end: Json) -> None:
         """The batch that ends there is done with."""
         for name, offset in _offsets(end).items():

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Final
 
 from upr_protocol.client import Address
@@ -70,21 +66,3 @@ def as_pipeline_error(
     elif isinstance(error, TlsError):
         code = "UPR_TLS"
     return PipelineError(code, f"{address}: {error}{advice}")
-
-
-@contextmanager
-def sentence_first() -> Iterator[None]:
-    """Shows Spark's user the sentence of a `PipelineError`, without Python's traceback.
-
-    Spark's workers send the traceback before the error's text, 20 lines of it, unless a variable of
-    their environment says otherwise (`spark.sql.execution.pyspark.udf.hideTraceback.enabled` sets
-    it for all errors). A worker ends after an exception, so that setting it here lasts no longer
-    than this error. In processes that are not Spark's workers nothing is set.
-    """
-    try:
-        yield
-    except PipelineError:
-        spec = getattr(sys.modules["__main__"], "__spec__", None)
-        if spec is not None and spec.name.startswith("pyspark."):
-            os.environ["SPARK_HIDE_TRACEBACK"] = "1"
-        raise

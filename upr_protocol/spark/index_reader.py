@@ -19,13 +19,14 @@ from upr_protocol.client import IndexClient, IndexEntry, IndexerError, Item
 from upr_protocol.client.core.retry import RetryState
 from upr_protocol.errors import BrokenError, UprError
 from upr_protocol.spark.driver_client import BucketDriverClient
-from upr_protocol.spark.errors import OptionError, PipelineError, as_pipeline_error, sentence_first
+from upr_protocol.spark.errors import OptionError, PipelineError, as_pipeline_error
 from upr_protocol.spark.index_query import IndexQuery
 from upr_protocol.spark.item_lookup import ItemLookup
 from upr_protocol.spark.json_values import parser_of
 from upr_protocol.spark.read_options import ReadOptions
 from upr_protocol.spark.record_batches import record_batch_of, too_large_error
 from upr_protocol.spark.schema import INDEX_COLUMNS, UNPARSED, check_schema
+from upr_protocol.spark.worker_call import worker_call
 
 ENTRIES_AT_ONCE: Final = 1000
 """How many entries are asked for together."""
@@ -78,7 +79,7 @@ class IndexReader(DataSourceReader):
         """The rows, in the order of the index."""
         query = self._options.index
         assert query is not None
-        with sentence_first():
+        with worker_call():
             rows = _Rows(self._options, self._schema)
             try:
                 entries = _entries(query, self._options, rows)

@@ -31,7 +31,7 @@ from upr_protocol.spark.driver_client import (
     acquire_new_lease,
     holds_ranges,
 )
-from upr_protocol.spark.errors import PipelineError, as_pipeline_error, sentence_first
+from upr_protocol.spark.errors import PipelineError, as_pipeline_error
 from upr_protocol.spark.offset import StreamOffset
 from upr_protocol.spark.partition_rollback import rollback_error, rollback_needed
 from upr_protocol.spark.read_options import ReadOptions
@@ -40,6 +40,7 @@ from upr_protocol.spark.reading import read_task
 from upr_protocol.spark.schema import check_schema
 from upr_protocol.spark.stream_backlog import StreamBacklog
 from upr_protocol.spark.stream_plan import BacklogSize, StreamPlan, ranges_between
+from upr_protocol.spark.worker_call import worker_call
 
 
 def default_limit(options: ReadOptions) -> ReadLimit:
@@ -128,7 +129,7 @@ class MicroBatchReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
             )
         return self._plan
 
-    @sentence_first()
+    @worker_call()
     def initialOffset(self) -> dict[str, Any]:  # noqa: N802  Spark's name
         """Where a new query begins."""
         if self._initial is None:
@@ -144,7 +145,7 @@ class MicroBatchReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         """What the options say of the size of a batch."""
         return default_limit(self._options)
 
-    @sentence_first()
+    @worker_call()
     def latestOffset(self, start: dict[str, Any], limit: ReadLimit) -> dict[str, Any]:  # noqa: N802
         """Where the batch ends that begins at `start`; `start` itself while it waits."""
         if batch_must_wait(self._delay, limit, lambda: [self.backlog_after(start)]):
@@ -191,7 +192,7 @@ class MicroBatchReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
                 self._position = ConsumerPosition(self._server, self._options.consumer_name)
             self._position.put_offset(before)
 
-    @sentence_first()
+    @worker_call()
     def reportLatestOffset(self) -> dict[str, Any] | None:  # noqa: N802
         """How far the server is, and the metrics of what it has more, for the query's progress:
         Spark has no other place there for what a Python data source counts."""
@@ -203,7 +204,7 @@ class MicroBatchReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         latest, backlog = self._planner.progress(self._planned_offset)
         return latest.to_json(), backlog
 
-    @sentence_first()
+    @worker_call()
     def prepareForTriggerAvailableNow(self) -> None:  # noqa: N802
         """The query is to end at what there is now."""
         with self._refusals():
@@ -217,7 +218,7 @@ class MicroBatchReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         except ServerError as error:
             raise as_pipeline_error(error, self._options.address) from error
 
-    @sentence_first()
+    @worker_call()
     def partitions(self, start: dict[str, Any], end: dict[str, Any]) -> Sequence[InputPartition]:
         """The tasks that read a batch, for the first time or again."""
         old_offset, new_offset = self._offset(start), self._offset(end)
@@ -321,7 +322,7 @@ class MicroBatchReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         """The rows of one task."""
         return read_task(partition, self._options, self._schema)  # type: ignore[arg-type]
 
-    @sentence_first()
+    @worker_call()
     def commit(self, end: dict[str, Any]) -> None:
         """The batch that ends there is done with."""
         self._planner.note_committed(self._offset(end))

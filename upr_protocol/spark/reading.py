@@ -23,11 +23,12 @@ from upr_protocol.client import (
 from upr_protocol.errors import ServerError, Status, UprError
 from upr_protocol.failover import FailoverLog, Position, RollBack, decide_start
 from upr_protocol.ids import PartitionId, SeqNo
-from upr_protocol.spark.errors import PipelineError, as_pipeline_error, sentence_first
+from upr_protocol.spark.errors import PipelineError, as_pipeline_error
 from upr_protocol.spark.options import idle_interval_s
 from upr_protocol.spark.read_options import ReadOptions
 from upr_protocol.spark.read_tasks import PartitionRange, ReadTask
 from upr_protocol.spark.record_batches import RecordBatchBuilder, RowSnapshot, resized
+from upr_protocol.spark.worker_call import worker_call
 
 EXECUTOR: Final = "spark:executor"
 
@@ -45,7 +46,7 @@ def read_task(task: ReadTask, options: ReadOptions, schema: StructType) -> Itera
     """
     options = options.of_bucket(task.bucket) if task.bucket else options
     builder = RecordBatchBuilder(schema, options.key, options.address.bucket)
-    with sentence_first():
+    with worker_call():
         for range_ in task.ranges:
             if range_.marker is not None:
                 yield builder.of_marker(range_.partition, range_.marker)

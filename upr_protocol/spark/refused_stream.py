@@ -9,7 +9,8 @@ import pyarrow as pa
 from pyspark.sql.datasource import DataSourceStreamReader, InputPartition
 from pyspark.sql.streaming.datasource import ReadLimit
 
-from upr_protocol.spark.errors import PipelineError, sentence_first
+from upr_protocol.spark.errors import PipelineError
+from upr_protocol.spark.worker_call import worker_call
 
 
 class RefusedStream(DataSourceStreamReader):
@@ -25,7 +26,7 @@ class RefusedStream(DataSourceStreamReader):
     def __init__(self, error: PipelineError) -> None:
         self._error = error
 
-    @sentence_first()
+    @worker_call()
     def _refuse(self) -> NoReturn:
         raise self._error
 

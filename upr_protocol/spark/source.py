@@ -9,7 +9,8 @@ from pyspark.sql.datasource import DataSource
 from pyspark.sql.types import StructType
 
 from upr_protocol.client.options import new_lease_id
-from upr_protocol.spark.errors import PipelineError, sentence_first
+from upr_protocol.spark.errors import PipelineError
+from upr_protocol.spark.worker_call import worker_call
 
 if TYPE_CHECKING:
     from upr_protocol.spark.batch_reader import BatchReader
@@ -36,7 +37,7 @@ class UprDataSource(DataSource):
         """The name that `format` is given."""
         return "upr"
 
-    @sentence_first()
+    @worker_call()
     def schema(self) -> StructType | str:
         """The columns of a read; a user's `.schema(...)` chooses among them."""
         from upr_protocol.spark.read_options import INFER, ReadOptions
@@ -49,7 +50,7 @@ class UprDataSource(DataSource):
             return inferred_schema(options)
         return ddl_with_fields(options) if options.value_schema else default_schema(options)
 
-    @sentence_first()
+    @worker_call()
     def reader(self, schema: StructType) -> BatchReader | IndexReader:
         """Reads what is there."""
         from upr_protocol.spark.batch_reader import BatchReader
@@ -87,7 +88,7 @@ class UprDataSource(DataSource):
             return BucketsReader(options, schema)
         return MicroBatchReader(options, schema)
 
-    @sentence_first()
+    @worker_call()
     def writer(self, schema: StructType, overwrite: bool) -> BatchWriter:
         """Writes a DataFrame."""
         from upr_protocol.spark.driver_connection import check_bucket
@@ -98,7 +99,7 @@ class UprDataSource(DataSource):
         check_bucket(options.address, options.timeout_s)
         return BatchWriter(options)
 
-    @sentence_first()
+    @worker_call()
     def streamWriter(self, schema: StructType, overwrite: bool) -> StreamWriter:  # noqa: N802
         """Writes the batches of a stream."""
         from upr_protocol.spark.driver_connection import check_bucket

@@ -45,7 +45,7 @@ from upr_protocol.client import WriterIdentity
 from upr_protocol.client.core.writer_identity import WRITER_ID_BYTES
 from upr_protocol.ids import PartitionId
 from upr_protocol.spark.batches import PendingRows, published_chunks
-from upr_protocol.spark.errors import OptionError, PipelineError, sentence_first
+from upr_protocol.spark.errors import OptionError, PipelineError
 from upr_protocol.spark.prepared_rows import PreparedRows, RowSpool, commit_rows
 from upr_protocol.spark.publication import (
     Publication,
@@ -55,6 +55,7 @@ from upr_protocol.spark.publication import (
     writer_id,
 )
 from upr_protocol.spark.rows import RejectedRow, encode
+from upr_protocol.spark.worker_call import worker_call
 from upr_protocol.spark.write_options import WriteOptions
 
 _log = logging.getLogger(__name__)
@@ -196,7 +197,7 @@ class BatchWriter(DataSourceArrowWriter):
             self._job = job_of_write(options.write_id)
         self._started_s = int(time.time())
 
-    @sentence_first()
+    @worker_call()
     def write(self, iterator: Iterator[pa.RecordBatch]) -> WriteCounts | PreparedRows:
         """Writes the rows of one task, or prepares them for `commit`; its second run has no second
         effect."""
@@ -210,7 +211,7 @@ class BatchWriter(DataSourceArrowWriter):
             return task.write(iterator)
         return task.write_or_prepare(iterator, self._job)
 
-    @sentence_first()
+    @worker_call()
     def commit(self, messages: list[WriterCommitMessage | None]) -> None:
         """Every task has succeeded: publishes what they have prepared.
 
@@ -248,7 +249,7 @@ class StreamWriter(DataSourceStreamArrowWriter):
         self._options = options
         self._started_s = int(time.time())
 
-    @sentence_first()
+    @worker_call()
     def write(self, iterator: Iterator[pa.RecordBatch]) -> WriteCounts | PreparedRows:
         """Writes the rows of one task of a batch, or prepares them for `commit`."""
         context = _context()
@@ -268,7 +269,7 @@ class StreamWriter(DataSourceStreamArrowWriter):
         )
         return task.write_or_prepare(iterator, job)
 
-    @sentence_first()
+    @worker_call()
     def commit(
         self,
         messages: list[WriterCommitMessage | None],
