@@ -54,7 +54,11 @@ class Moved:
 
 
 class Spark(Worker):
-    """A Spark of two cores, in processes of its own."""
+    """A Spark of two cores, in processes of its own.
+
+    What is measured has one, and its peers have another. What our data source does to the processes
+    that it runs in would otherwise count for them, too.
+    """
 
     def __init__(self) -> None:
         if shutil.which("java") is None:
@@ -156,12 +160,13 @@ def beside_parquet(
         tempfile.TemporaryDirectory() as folder,
         UprServer(partitions=PARTITIONS) as server,
         Spark() as spark,
+        Spark() as peer_spark,
     ):
         copy = load(spark, server, Path(folder))
         for index in range(-WARM_UPS, runs):
             moved = move(spark, server.url, server)
-            file = move(spark, copy, None)
-            empty = move(spark, EMPTY, None)
+            file = move(peer_spark, copy, None)
+            empty = move(peer_spark, EMPTY, None)
             if index < 0:
                 continue
             ours.append(moved)

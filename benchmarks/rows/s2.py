@@ -49,12 +49,13 @@ def _two_columns(runs: int, say: Callable[[str], None]) -> list[Figure]:
         TemporaryDirectory() as folder,
         UprServer(partitions=PARTITIONS) as server,
         Spark() as spark,
+        Spark() as peer_spark,
     ):
         load(spark, server, Path(folder))
         for index in range(-WARM_UPS, runs):
             few = spark.move(server.url, NOTHING, server, FEW_COLUMNS)
             all_columns = spark.move(server.url, NOTHING, server)
-            empty = spark.move(EMPTY, NOTHING, None, FEW_COLUMNS)
+            empty = peer_spark.move(EMPTY, NOTHING, None, FEW_COLUMNS)
             if index < 0:
                 continue
             two.append(few)
