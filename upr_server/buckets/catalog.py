@@ -208,7 +208,7 @@ class BucketCatalog:
         record = stored_bucket.record
         for partition, damage in stored_bucket.reindex_reasons.items():
             log.error(
-                "damaged key index; making it anew",
+                "damaged key index; rebuilding it",
                 bucket=record.name,
                 partition=partition,
                 damage=damage,
