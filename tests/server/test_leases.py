@@ -510,7 +510,7 @@ async def test_lapsed_leases_make_room_for_others(server: Server, clock: Clock) 
             await client.renew_lease(lease_id, time_to_live_s=60)
 
 
-async def test_a_lease_that_made_room_is_not_granted_anew(
+async def test_a_lease_that_made_room_is_not_granted_again(
     server: Server, clock: Clock, directory: SimulatedDirectory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its owner would read other rows under its ID."""

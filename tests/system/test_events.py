@@ -51,7 +51,7 @@ async def figures(client: Client) -> dict[str, Any]:
     return event_figures
 
 
-async def test_a_consumer_that_is_killed_is_cleared_and_begins_anew(tmp_path: Path) -> None:
+async def test_a_consumer_that_is_killed_is_cleared_and_starts_again(tmp_path: Path) -> None:
     async with server_process() as server, connect(server.url()) as client:
         await client.create_bucket("kept", 2)
         await client.create_bucket("deleted", 2)
