@@ -49,6 +49,11 @@ def test_a_design_has_a_bounded_number_of_indexes() -> None:
         ('{"indexes": {}}', "indexes", "at least one"),
         ('{"indexes": {"a": {"key": ["x"]}}, "more": 1}', "more", "unknown field"),
         ('{"indexes": {"a b": {"key": ["x"]}}}', "indexes.a b", "invalid index name"),
+        (
+            '{"indexes": {"-a": {"key": ["x"]}}}',
+            "indexes.-a",
+            "and begin with a letter, a digit or _",
+        ),
         ('{"indexes": {"a": {}}}', "indexes.a", "key"),
         ('{"indexes": {"a": {"key": "x"}}}', "indexes.a.key", "array"),
         ('{"indexes": {"a": {"key": []}}}', "indexes.a.key", "1 to 16"),

@@ -35,6 +35,7 @@ DESIGN_BYTES_MAX: Final = 1024 * 1024
 """The longest design document."""
 
 _NAME: Final = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}")
+_NAME_RULE: Final = "use 1 to 100 letters, digits, _ . -, and begin with a letter, a digit or _"
 
 
 class DefinitionError(UprError, ValueError):
@@ -98,9 +99,7 @@ def design_key(name: str) -> bytes:
     """
     key = DESIGN_PREFIX + name.encode()
     if not _NAME.fullmatch(name) or len(key) > KEY_BYTES_MAX:
-        raise DefinitionError(
-            "", f"invalid design name {name!r}: use 1 to 100 letters, digits, _ . -"
-        )
+        raise DefinitionError("", f"invalid design name {name!r}: {_NAME_RULE}")
     return key
 
 
@@ -146,7 +145,7 @@ def parse_design(name: str, text: bytes) -> Design:
 def _parse_index(name: str, fields: Any) -> IndexDefinition:
     place = f"indexes.{name}"
     if not _NAME.fullmatch(name):
-        raise DefinitionError(place, "invalid index name: use 1 to 100 letters, digits, _ . -")
+        raise DefinitionError(place, f"invalid index name: {_NAME_RULE}")
     try:
         definition = msgspec.convert(fields, IndexDefinition)
     except msgspec.ValidationError as error:
