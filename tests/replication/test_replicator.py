@@ -10,6 +10,7 @@ from typing import Any, Final
 import attrs
 import msgspec
 import pytest
+import structlog.testing
 import trio
 from trio.testing import MockClock
 
@@ -68,11 +69,20 @@ from upr_server.storage.errors import DiskFullError
 from upr_server.storage.online.bucket_disk import BucketDisk
 from upr_server.storage.online.flusher import STEP_ANSWERS
 from upr_server.storage.online.maintenance import IDLE_S, REST_S
-from upr_server.storage.records import PartitionRecord, chunk_key
+from upr_server.storage.records import (
+    CLEAN_STOP,
+    FLOOR,
+    PartitionRecord,
+    chunk_key,
+    pack_record,
+    partition_key,
+)
+from upr_server.storage.records import PARTITION as PARTITION_RECORD
 from upr_server.storage.simulated import SimulatedStore
 
 PARTITION: Final = PartitionId(0)
 OTHER_PARTITION: Final = PartitionId(1)
+REFUSED_EVENT: Final = "damaged partition; the others are served; run upr-server check"
 NOW: Final = 1000.0
 NEW_HISTORY: Final = 77
 LOST: Final = MutateResult(HistoryId(1), SeqNo(3), SeqNo(3), Cas(3))
@@ -1053,3 +1063,98 @@ async def test_a_replica_that_copies_takes_the_purge_number_of_its_source(
         await follower.receive(b"4", b"5")
         await follower.persist()
         assert follower.partition.purge_seq == 2, "it received the later deletions"
+
+
+async def be_refused(follower: Replica) -> list[Any]:
+    """Waits until the first partition is refused. Returns what is in the figures of the disk."""
+    await eventually(lambda: bool(follower.partition.damage), "the partition is refused")
+    assert follower.partition.state is PartitionState.DEAD
+    await trio.sleep(2 * REST_S)
+    figures: Any = follower.disk.statistics()["disk"]
+    return list(figures["damaged_partitions"])
+
+
+async def test_a_record_that_is_damaged_while_it_is_replicated_refuses_its_partition_alone(
+    autojump_clock: MockClock,
+) -> None:
+    """It ended the server."""
+    with structlog.testing.capture_logs() as logged:
+        async with replica(partition_count=2) as follower:
+            await follower.assign(*[Assignment("a", {"b": ""})] * 2)
+            source = follower.source
+            other_partition = follower.disk.bucket.partitions[OTHER_PARTITION]
+            source.put(key_in(PARTITION, 2), b"value")
+            source.put(key_in(OTHER_PARTITION, 2), b"value")
+            await follower.persist()
+            log, _ = follower.store.directory.disks[BUCKET]
+            log.flip_bit(partition_key(PARTITION_RECORD, PARTITION), 60)
+            before = log.keys()
+            # In one commit.
+            source.put(key_in(PARTITION, 2), b"lost")
+            source.put(key_in(OTHER_PARTITION, 2), b"newer")
+            assert await be_refused(follower) == [PARTITION]
+            assert other_partition.high_seq == 2
+            for count in range(3):
+                source.put(key_in(PARTITION, 2), b"more")
+                source.put(key_in(OTHER_PARTITION, 2), b"more")
+                await eventually(
+                    lambda end=count + 3: other_partition.high_seq == end,  # type: ignore[misc]
+                    "the other one is replicated",
+                )
+            assert trouble(follower) == ""
+            assert follower.partition.high_seq == 1
+            # A map that changes other things is applied, and the partition stays refused.
+            await follower.assign(*[Assignment("a", {"b": "", "c": ""})] * 2)
+            source.put(key_in(OTHER_PARTITION, 2), b"last")
+            await eventually(lambda: other_partition.high_seq == 6, "it goes on")
+            assert follower.partition.state is PartitionState.DEAD
+            chunks = [chunk_key(OTHER_PARTITION, end) for end in range(2, 7)]
+            assert set(log.keys()) - set(before) <= set(chunks)
+    events = [(event["event"], event.get("partition")) for event in logged]
+    assert events.count((REFUSED_EVENT, PARTITION)) == 1
+    assert not [event for event in logged if event["event"] == "replication interrupted; retrying"]
+    assert CLEAN_STOP in log.keys()  # noqa: SIM118
+
+
+@pytest.mark.parametrize("kind", [PARTITION_RECORD, FLOOR])
+async def test_a_rollback_that_meets_a_damaged_record_refuses_its_partition_alone(
+    autojump_clock: MockClock, kind: bytes
+) -> None:
+    """No partition of that node was replicated any more."""
+    async with replica(partition_count=2) as follower:
+        await follower.assign(*[Assignment("a", {"b": ""})] * 2)
+        source = follower.source
+        for _ in range(3):
+            source.put(key_in(PARTITION, 2), bytes(SHORT_RUN_BYTES_MAX))
+            await follower.persist()
+        log, _ = follower.store.directory.disks[BUCKET]
+        key = partition_key(kind, PARTITION)
+        if kind == FLOOR:
+            with log.write() as transaction:
+                transaction.put(key, pack_record(key, SeqNo(1)))
+        log.flip_bit(key, 60)
+        await follower.lose(2)
+        assert await be_refused(follower) == [PARTITION]
+        other_partition = follower.disk.bucket.partitions[OTHER_PARTITION]
+        for end in (1, 2):
+            source.put(key_in(OTHER_PARTITION, 2), b"value")
+            await eventually(lambda: other_partition.high_seq == end, "it goes on")  # noqa: B023
+        assert trouble(follower) == ""
+
+
+async def test_the_only_partition_of_a_node_that_is_refused_leaves_nobody_to_follow(
+    autojump_clock: MockClock,
+) -> None:
+    async with replica() as follower:
+        await follower.receive(b"1")
+        await follower.persist()
+        log, _ = follower.store.directory.disks[BUCKET]
+        log.flip_bit(partition_key(PARTITION_RECORD, PARTITION), 60)
+        follower.source.put(b"2", b"value")
+        assert await be_refused(follower) == [PARTITION]
+        opens = follower.source.bucket_opens
+        await trio.sleep(60)
+        assert follower.source.bucket_opens == opens
+        assert trouble(follower) == ""
+        await follower.assign(Assignment("c", {"b": ""}))
+        assert follower.partition.state is PartitionState.DEAD

@@ -13,10 +13,18 @@ import pytest
 from tests.kit.mirror import Mirror, assert_same, server_contents
 from tests.kit.process import UPR, UPR_SERVER, ServerProcess, run, server_process
 from tests.storage.record_damage import flip, records
-from upr_protocol.client import Client, PublishError, RefusedKeysError, connect, consume, publisher
+from upr_protocol.client import (
+    Client,
+    Consumer,
+    PublishError,
+    RefusedKeysError,
+    connect,
+    consume,
+    publisher,
+)
 from upr_protocol.errors import ServerError, Status, UprError
 from upr_protocol.hashing import partition_of
-from upr_protocol.ids import Durability, PartitionId
+from upr_protocol.ids import Durability, PartitionId, PartitionState
 from upr_server.storage.records import BUCKET as BUCKET_RECORD
 from upr_server.storage.records import CHUNK, LEASE, PARTITION, TOKEN, partition_key
 
@@ -255,8 +263,12 @@ async def assert_refused(server: ServerProcess, client: Client) -> None:
 
 async def consume_damaged(server: ServerProcess, end: Literal["now"] | None) -> None:
     async with consume(server.url(BUCKET), partitions=[DAMAGED], end=end) as consumer:
-        async for _ in consumer:
-            pass
+        await read_all(consumer)
+
+
+async def read_all(consumer: Consumer) -> None:
+    async for _ in consumer:
+        pass
 
 
 @pytest.mark.parametrize("kind", [PARTITION, TOKEN])
@@ -394,6 +406,55 @@ async def test_a_replica_takes_over_a_refused_partition_and_fills_it_again(tmp_p
             async with connect(first.url(BUCKET), follow_map=False) as client:
                 assert_same(await server_contents(client, all_items), all_items, PARTITIONS)
             assert await stream(first, list(range(PARTITIONS))) == all_items
+
+
+async def test_a_replica_that_meets_a_damaged_record_refuses_its_partition_and_no_other(
+    tmp_path: Path,
+) -> None:
+    first_data, second_data = tmp_path / "a", tmp_path / "b"
+    all_items = {**FIRST, **SECOND}
+    async with server_process("--node", "a", data_dir=first_data) as first:
+        url, errors = first.url(BUCKET), [REFUSED_PARTITION]
+        started = server_process("--node", "b", data_dir=second_data, errors=errors)
+        async with started as second:
+            listen = f"127.0.0.1:{second.port}"
+            async with connect(first.url()) as client:
+                await client.create_bucket(BUCKET, PARTITIONS)
+            await upr("replicas", "add", url, f"b={listen}")
+            level = Durability.REPLICATED_AND_PERSISTED
+            async with publisher(url, durability=level, copies=1) as sink:
+                for key, value in FIRST.items():
+                    await sink.set(key, value)
+            flip_record(second_data, PARTITION)
+            async with consume(
+                second.url(BUCKET),
+                partitions=[DAMAGED],
+                state=PartitionState.REPLICA,
+                follow_map=False,
+            ) as consumer:
+                await write(first, SECOND)
+                with pytest.raises(ServerError, match="damaged") as refusal:
+                    await read_all(consumer)
+            assert refusal.value.status is Status.DAMAGED
+            (event,) = await second.logged(REFUSED_PARTITION)
+            assert (event["bucket"], event["partition"]) == (BUCKET, DAMAGED)
+            async with connect(second.url(BUCKET), follow_map=False) as client:
+                await assert_refused_by_node(client)
+                assert (await client.stats(BUCKET))["disk"]["damaged_partitions"] == [DAMAGED]
+            # The others are replicated as before.
+            others = {key: b"new" for key in all_items if key not in in_partition(all_items)}
+            async with publisher(url, durability=level, copies=1) as sink:
+                for key, value in others.items():
+                    await sink.set(key, value)
+            all_items |= others
+            state = await run((*UPR, "partitions", url))
+            assert "dead" in state.out, state
+        emptied = f"bucket {BUCKET}, partition {DAMAGED}: emptied; the node copies it from the "
+        assert await mend(second_data) == (0, emptied + "active node when it runs\n")
+        async with server_process("--node", "b", listen=listen, data_dir=second_data) as second:
+            await upr("takeover", url, "--all-of", "a", "--to", "b")
+            async with connect(second.url(BUCKET), follow_map=False) as client:
+                assert_same(await server_contents(client, all_items), all_items, PARTITIONS)
 
 
 async def assert_refused_by_node(client: Client) -> None:

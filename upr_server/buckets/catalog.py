@@ -132,11 +132,11 @@ class BucketCatalog:
         self._maps: MapLifecycle
         self._nursery: trio.Nursery
         # After an unclean stop, a damaged partition has begun no new history; and one that was
-        # found damaged later lacks on disk what others have. Should its record be readable at the
-        # next start, it must begin one: until then no stop counts as clean.
+        # active when it was found damaged lacks on disk what others have. Should its record be
+        # readable at the next start, it must begin one: until then no stop counts as clean.
         self._unsettled: set[Bucket] = set()
         self._on_delete: list[Callable[[Bucket], Iterator[None]]] = []
-        self._on_damage: list[Callable[[Bucket, Partition], Iterator[None]]] = []
+        self._on_damage: list[Callable[[Bucket, Partition, bool], Iterator[None]]] = []
         # Buckets are created and deleted one after the other.
         self._lock = trio.Lock()
 
@@ -400,22 +400,26 @@ class BucketCatalog:
         bucket's disk is given up; others have their turn between them."""
         self._on_delete.append(callback)
 
-    def call_on_damage(self, callback: Callable[[Bucket, Partition], Iterator[None]]) -> None:
+    def call_on_damage(self, callback: Callable[[Bucket, Partition, bool], Iterator[None]]) -> None:
         """Has `callback` called with each partition that is refused while it is served, as a record
-        of it is damaged, and its steps made; others have their turn between them."""
+        of it is damaged, and whether everything that it has is on disk; and its steps made. Others
+        have their turn between them."""
         self._on_damage.append(callback)
 
-    def _note_refused(self, bucket: Bucket, partition: Partition) -> Iterator[None]:
+    def _note_refused(
+        self, bucket: Bucket, partition: Partition, is_on_disk: bool
+    ) -> Iterator[None]:
         log.error(
             "damaged partition; the others are served; run upr-server check",
             bucket=bucket.name,
             partition=partition.id,
             damage=partition.damage,
         )
-        # Some of what it gave to others is not on disk.
-        self._unsettled.add(bucket)
+        if not is_on_disk:
+            # Some of what it gave to others is not there.
+            self._unsettled.add(bucket)
         for callback in self._on_damage:
-            yield from callback(bucket, partition)
+            yield from callback(bucket, partition, is_on_disk)
 
     async def delete_bucket(self, name: str) -> None:
         """Deletes a bucket, and ends the streams of the clients that have it open. Cancelled, it is

@@ -213,10 +213,13 @@ class ConnectionServer:
 
         return streams_in_steps(streams())
 
-    def _end_damaged(self, bucket: Bucket, partition: Partition) -> Iterator[None]:
-        # Replicas go on: they take what this node has in memory only. A consumer's barrier must not
-        # come back from here once another node is active.
-        return self.end_streams(bucket, {partition.id}, Status.STATE_CHANGED, of_replicas=False)
+    def _end_damaged(
+        self, bucket: Bucket, partition: Partition, is_on_disk: bool
+    ) -> Iterator[None]:
+        # Replicas go on where they take what this node has in memory only. A consumer's barrier
+        # must not come back from here once another node is active.
+        status = Status.STATE_CHANGED
+        return self.end_streams(bucket, {partition.id}, status, of_replicas=is_on_disk)
 
     def _leave_bucket(self, bucket: Bucket) -> Iterator[None]:
         # No connection can open the bucket any more. Until its step comes, a connection goes on as

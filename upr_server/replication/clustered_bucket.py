@@ -185,6 +185,9 @@ class ClusteredBucket:
         is_confirming = not self.is_confirmed and new_map.revision == self.map.revision
         changes: list[RoleChange] = []
         for count, (partition, state) in enumerate(states.items(), 1):
+            if partition.damage:
+                # It may have been met just now; nothing of it changes any more.
+                continue
             before, after = self.map.partitions[partition.id], new_map.partitions[partition.id]
             failover_log = roles.failover_log_in(
                 partition,

@@ -33,7 +33,7 @@ from upr_server.replication.local_server import LocalServer, streams_ended
 from upr_server.replication.received_snapshots import PublisherAnswer, ReceivedSnapshots
 from upr_server.replication.roles import STEP_PARTITIONS, ReplicationSource
 from upr_server.runtime import System, essential
-from upr_server.storage.calls import Commit, FindSnapshotEnd
+from upr_server.storage.calls import Commit, FindSnapshotEnd, RefusePartition
 from upr_server.storage.errors import CorruptionError, DiskFullError
 from upr_server.storage.online.bucket_disk import BucketDisk
 from upr_server.storage.online.flusher import STEP_ANSWERS, take_answers
@@ -88,7 +88,8 @@ class Replicator:
         system: How the node is reached.
 
     Attributes:
-        source: Where it replicates from, and which partitions.
+        source: Where it replicates from, and which partitions; without those that are refused since
+            a damaged record of them was met.
         trouble: Why it does not replicate now; empty while it does.
         disk_full_reason: Why there is no room on disk for what was received; empty while there is.
         dropped_mutations: How many mutations it has dropped, as there was no room.
@@ -120,6 +121,8 @@ class Replicator:
         self._consumers: dict[PartitionId, ReplicaConsumer] = {}
         # That of each state, while there is one.
         self._current_consumers: dict[PartitionState, ReplicaConsumer] = {}
+        # In each a consumer runs. Cancelled, the next one runs, of the partitions that are left.
+        self._consumer_scopes: dict[PartitionState, trio.CancelScope] = {}
         self._scope = trio.CancelScope()
         self._ended = trio.Event()
         # Partitions that have something to be written, in the order in which it came, each with the
@@ -169,6 +172,7 @@ class Replicator:
                     # They refer to this object.
                     self._consumers.clear()
                     self._current_consumers.clear()
+                    self._consumer_scopes.clear()
                     self._ended.set()
                     self._written.notify()
 
@@ -243,50 +247,65 @@ class Replicator:
     async def _follow(self, state: PartitionState) -> None:
         """Receives, for ever, the partitions that are in `state` at the source: a consumer asks for
         one state."""
-        partitions = sorted(
+        logged_trouble = ""
+        while partitions := sorted(
             partition
             for partition, source_state in self.source.partitions.items()
             if source_state is state
-        )
-        logged_trouble = ""
-        while True:
-            try:
-                self._system.log_in_pauses.check(self._address)
-                async with consume_as_replica(
-                    self._address,
-                    partitions=partitions,
-                    state=state,
-                    resume=_DiskResume(self, partitions),
-                    undo=self._roll_back,
-                    identity=f"replica:{self._node}",
-                    retry_timeout_s=RECONNECT_S,
-                    # Only logs are saved, when the consumer has to: data itself says how far it is.
-                    save_limits=SaveLimits(math.inf, math.inf, 1 << 62),
-                    dial=self._system.dial,
-                    draw=self._system.draw,
-                ) as consumer:
-                    self._current_consumers[state] = consumer
-                    async for event in consumer:
-                        await self._written.wait_until(lambda: not self._is_paused)
-                        self._receive(consumer, event)
-                        if isinstance(event, ChunkReceived):
-                            await self._wait_for_room()
-                self.trouble = "every stream has ended"
-            except UprError as error:
-                self._system.log_in_pauses.note_error(self._address, error)
-                self.trouble = str(error)
-            self._current_consumers.pop(state, None)
-            write_log = log.debug if self.trouble == logged_trouble else log.warning
-            logged_trouble = self.trouble
-            write_log(
-                "replication interrupted; retrying",
-                bucket=self._disk.bucket.name,
-                source=self._source_name,
-                error=self.trouble,
-            )
-            await trio.sleep(REPLICATION_RETRY_S)
+        ):
+            with trio.CancelScope() as self._consumer_scopes[state]:
+                try:
+                    await self._consume(state, partitions)
+                    self.trouble = "every stream has ended"
+                except UprError as error:
+                    # One that leaves a damaged partition is replaced at once.
+                    await trio.lowlevel.checkpoint_if_cancelled()
+                    self._system.log_in_pauses.note_error(self._address, error)
+                    self.trouble = str(error)
+                finally:
+                    self._current_consumers.pop(state, None)
+                write_log = log.debug if self.trouble == logged_trouble else log.warning
+                logged_trouble = self.trouble
+                write_log(
+                    "replication interrupted; retrying",
+                    bucket=self._disk.bucket.name,
+                    source=self._source_name,
+                    error=self.trouble,
+                )
+                await trio.sleep(REPLICATION_RETRY_S)
+
+    async def _consume(self, state: PartitionState, partitions: Sequence[PartitionId]) -> None:
+        """Receives until every stream has ended.
+
+        Raises:
+            UprError: The streams broke.
+        """
+        self._system.log_in_pauses.check(self._address)
+        async with consume_as_replica(
+            self._address,
+            partitions=partitions,
+            state=state,
+            resume=_DiskResume(self, partitions),
+            undo=self._roll_back,
+            identity=f"replica:{self._node}",
+            retry_timeout_s=RECONNECT_S,
+            # Only logs are saved, when the consumer has to: data itself says how far it is.
+            save_limits=SaveLimits(math.inf, math.inf, 1 << 62),
+            dial=self._system.dial,
+            draw=self._system.draw,
+        ) as consumer:
+            self._current_consumers[state] = consumer
+            async for event in consumer:
+                await self._written.wait_until(lambda: not self._is_paused)
+                self._receive(consumer, event)
+                if isinstance(event, ChunkReceived):
+                    await self._wait_for_room()
 
     def _receive(self, consumer: ReplicaConsumer, event: Event) -> None:
+        partition_id = getattr(event, "partition", None)
+        if partition_id not in self.source.partitions:
+            # It is refused, and another consumer is about to follow the others.
+            return
         if isinstance(event, ChunkReceived):
             # Received chunks may be views of what the connection reads into.
             self._received_snapshots[event.partition].add_chunk(event.chunk)
@@ -340,13 +359,16 @@ class Replicator:
         """From where the streams of these partitions go on."""
         state = ResumeState(self._disk.bucket.name)
         for partition_id in partitions:
-            state.positions[partition_id] = self._received_snapshots[partition_id].position
+            if partition_id in self.source.partitions:
+                state.positions[partition_id] = self._received_snapshots[partition_id].position
         return state
 
     async def write_logs(self, state: ResumeState, partitions: Sequence[PartitionId]) -> None:
         """Puts the failover logs that the source has told on disk, before any data: data of a
         history that the log does not name could not be rolled back."""
         for partition_id in partitions:
+            if partition_id not in self.source.partitions:
+                continue
             snapshots = self._received_snapshots[partition_id]
             position = state.positions.get(partition_id)
             # A rollback writes its log itself, in one commit with the truncation.
@@ -452,15 +474,33 @@ class Replicator:
         with self._disk.flusher.commit_under_way():
             name = self._disk.bucket.name
             damages = await self._disk.store.ask(Commit(name, tuple(writes)))
+            # Before others have their turn: what they receive of them would be written.
+            for partition_id, damage in damages.items():
+                self._refuse(PartitionId(partition_id), damage)
             if damages:
-                partition, damage = next(iter(damages.items()))
-                raise CorruptionError(
-                    f"partition {partition} of bucket {name}, which is replicated here, is "
-                    f"damaged: {damage}; start the server again: it refuses this partition then, "
-                    "and serves the others"
-                )
+                writes[:] = [write for write in writes if write.partition not in damages]
             self._commits += 1
             await self._move_partitions(writes)
+        for partition_id in damages:
+            await self._note_refused(PartitionId(partition_id))
+
+    def _refuse(self, partition_id: PartitionId, damage: str) -> None:
+        """Neither receives nor writes a partition any more: a damaged record of it was met."""
+        partitions = dict(self.source.partitions)
+        state = partitions.pop(partition_id)
+        self.source = ReplicationSource(self.source.address, partitions)
+        del self._received_snapshots[partition_id], self._on_disk[partition_id]
+        self._unmark_dirty(partition_id)
+        self._consumers.pop(partition_id, None)
+        self._partition(partition_id).refuse(damage)
+        # The stream ends with the connection of its consumer; the next one does not ask for it.
+        self._consumer_scopes[state].cancel()
+
+    async def _note_refused(self, partition_id: PartitionId) -> None:
+        await self._disk.flusher.refuse_callbacks(partition_id)
+        # What was received and not written is not lost: the source has it.
+        for _ in self._disk.note_refused(self._partition(partition_id), is_on_disk=True):
+            await trio.lowlevel.checkpoint()
 
     async def _drop_received(self) -> None:
         """Forgets what was received and is not on disk, in steps. O(partitions + answers)."""
@@ -535,8 +575,28 @@ class Replicator:
             That end; 0 when the disk knows none.
 
         Raises:
-            ServerError: The bucket was deleted.
+            ServerError: The bucket was deleted; or a damaged record of the partition was met, and
+                it is refused from here on.
         """
+        try:
+            return await self._truncate(partition_id, ceiling, reason)
+        except CorruptionError as error:
+            damage = str(error)
+        with trio.CancelScope(shield=True):
+            async with self._commit_lock:
+                await self._refuse_on_disk(partition_id, damage)
+        raise ServerError(Status.DAMAGED, damage)
+
+    async def _refuse_on_disk(self, partition_id: PartitionId, damage: str) -> None:
+        # The call names the bucket, and another of its name may be there by now.
+        self._disk.maintenance.check_not_deleted()
+        if partition_id not in self.source.partitions:
+            return
+        self._refuse(partition_id, damage)
+        await self._disk.ask(RefusePartition(self._disk.bucket.name, partition_id, damage))
+        await self._note_refused(partition_id)
+
+    async def _truncate(self, partition_id: PartitionId, ceiling: SeqNo, reason: str) -> SeqNo:
         disk, partition = self._disk, self._partition(partition_id)
         bucket = disk.bucket
         with trio.CancelScope(shield=True):
@@ -547,7 +607,9 @@ class Replicator:
                 streams_ended(self._server, bucket, [partition], Status.ROLLBACK_NEEDED),
             ):
                 # The end is looked up only now: the commit that this waited for may have dropped
-                # what was received.
+                # what was received; or may have met a damaged record.
+                if partition.damage:
+                    raise ServerError(Status.DAMAGED, partition.damage)
                 snapshots = self._received_snapshots[partition_id]
                 seq_before = snapshots.received_seq
                 snapshot_end = await disk.store.ask(

@@ -284,7 +284,7 @@ class BucketStorage:
         self._is_full = False
         self._commits += 1
         for partition, damage in damages.items():
-            self._refuse(partition, damage)
+            self.refuse(partition, damage)
         for write in writes:
             if write.partition in damages:
                 continue
@@ -294,7 +294,7 @@ class BucketStorage:
             usage.chunk_bytes += sum(chunk.nbytes + STORED_OVERHEAD_BYTES for chunk in write.chunks)
         return damages
 
-    def _refuse(self, partition: int, damage: str) -> None:
+    def refuse(self, partition: int, damage: str) -> None:
         """Neither reads nor writes a partition any more: one of its records is damaged."""
         if self._compaction is not None and self._compaction.partition == partition:
             self._compaction = None

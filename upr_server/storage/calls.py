@@ -302,6 +302,17 @@ class Truncate(BucketCall[list[int]], frozen=True):
         return bucket.truncate(self.partition, self.record, self.answers)
 
 
+class RefusePartition(BucketCall[None], frozen=True):
+    """Has a partition neither read nor written any more: a damaged record of it was met, and
+    `damage` tells which."""
+
+    partition: int
+    damage: str
+
+    def run(self, bucket: BucketStorage) -> None:
+        bucket.refuse(self.partition, self.damage)
+
+
 class DeleteIndexEntries(BucketCall[bool], frozen=True):
     """One bounded step of taking a partition out of the index, before it is truncated to 0. Answers
     whether there is more."""

@@ -72,7 +72,8 @@ class BucketDisk:
         damaged_leases: The IDs of those whose records are damaged.
         on_memory_freed: Called when memory may have become free.
         on_damage: Called with each partition that is refused while it is served, as a record of it
-            is damaged, and its steps made; others have their turn between them.
+            is damaged, and whether everything that it has is on disk, and its steps made; others
+            have their turn between them.
         rest_s: How long maintenance leaves a bucket alone that needs nothing.
 
     Attributes:
@@ -102,7 +103,7 @@ class BucketDisk:
         leases: Sequence[LeaseRecord] = (),
         damaged_leases: Iterable[int] = (),
         on_memory_freed: Callable[[], None],
-        on_damage: Callable[[Bucket, Partition], Iterator[None]],
+        on_damage: Callable[[Bucket, Partition, bool], Iterator[None]],
         rest_s: float = IDLE_S,
     ) -> None:
         self.store = store
@@ -110,7 +111,7 @@ class BucketDisk:
         self.memory = bucket.memory
         self._on_memory_freed = on_memory_freed
         self._on_damage = on_damage
-        self.flusher = Flusher(store, bucket, self.note_committed, self._note_refused)
+        self.flusher = Flusher(store, bucket, self.note_committed, self.note_refused)
         self.leases = LeaseBook(store, bucket, time, new_id, leases, damaged_leases)
         self.maintenance = Maintenance(
             store, bucket, self.flusher, self.leases, time, purge_age_s, on_memory_freed, rest_s
@@ -152,9 +153,16 @@ class BucketDisk:
         self._on_memory_freed()
         self.progress.notify()
 
-    def _note_refused(self, partition: Partition) -> Iterator[None]:
+    def note_refused(self, partition: Partition, *, is_on_disk: bool = False) -> Iterator[None]:
+        """Tells that a partition is refused from here on, as a damaged record of it was met. In
+        steps, between which others may have their turn.
+
+        Args:
+            partition: The partition.
+            is_on_disk: Whether everything that it has is on disk, as a replica's is.
+        """
         self.maintenance.note_refused(partition)
-        yield from self._on_damage(self.bucket, partition)
+        yield from self._on_damage(self.bucket, partition, is_on_disk)
 
     async def run(self) -> None:
         """Writes mutations to disk until `stop`, and then what is left.
