@@ -28,6 +28,7 @@ from upr_protocol.client.operator import (
 )
 from upr_protocol.ids import Durability, PartitionId, PartitionState
 from upr_server.replication.bucket_replicators import BucketReplicators
+from upr_server.replication.replicator import Replicator
 from upr_server.storage.offline.mend import empty_damaged_replicas
 from upr_server.storage.records import PARTITION, partition_key
 
@@ -315,6 +316,30 @@ async def test_a_partition_that_was_mended_is_not_chosen_before_it_has_all(
         damage_partition_0(tmp_path / "b")
         assert [damaged.is_emptied for damaged in empty_damaged_replicas(tmp_path / "b")] == [True]
         with monkeypatch.context() as patch:
+            patch.setattr(BucketReplicators, "start_missing", lambda *_arguments: None)
+            await group.start("b")
+            await lost_it_is_not_chosen(group)
+        await refilled_it_is_chosen(group)
+
+
+async def test_a_replica_that_was_away_for_too_long_is_not_chosen_before_it_has_all(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The active node has forgotten deletions meanwhile, and has it begin anew."""
+    async with running_servers("abc") as group:
+        await filled(group)
+        await group.stop("b")
+        async with connect(group.servers["a"].url("b")) as client:
+            for index in range(100):
+                await client.set(f"later {index}", "v", durability=Durability.REPLICATED, copies=1)
+        for number in range(PARTITIONS):
+            partition = group.partition("a", number)
+            partition.purge_seq = partition.high_seq
+        with monkeypatch.context() as patch:
+            patch.setattr(Replicator, "_receive", lambda *_arguments: None)
+            await group.start("b")
+            await group.until(lambda: highs(group, "b") == [0] * PARTITIONS)
+            await group.stop("b")
             patch.setattr(BucketReplicators, "start_missing", lambda *_arguments: None)
             await group.start("b")
             await lost_it_is_not_chosen(group)

@@ -220,9 +220,10 @@ class ReceivedSnapshots:
         self._answer_bytes_of_snapshot = 0
         self.has_unwritten = True
 
-    def truncate(self, seq: SeqNo) -> None:
+    def truncate(self, seq: SeqNo, *, is_incomplete: bool = False) -> None:
         """Everything above `seq` is undone, here and on disk, with what waits for its snapshot's
-        end."""
+        end. `is_incomplete` says whether that is to come again."""
+        self._is_incomplete = self._is_incomplete or is_incomplete
         self._chunks, self._ends, self._answers = [], [], []
         self.nbytes = 0
         self.log = self.log.up_to(seq)

@@ -625,7 +625,8 @@ class Replicator:
                     pairs,
                     seq,
                     partition.last_cas,
-                    is_incomplete=partition.is_incomplete,
+                    # Of a history that both have, the source may have forgotten deletions.
+                    is_incomplete=partition.is_incomplete or not ceiling,
                 )
                 answers = partition.repeated_batches.answers
                 undone_answers: list[bytes] = []
@@ -638,7 +639,8 @@ class Replicator:
                 disk.leases.mark_broken(broken_leases)
                 await _forget_answers(partition, seq)
                 partition.truncate(seq)
-                snapshots.truncate(seq)
+                partition.is_incomplete = record.is_incomplete
+                snapshots.truncate(seq, is_incomplete=record.is_incomplete)
                 self._unmark_dirty(partition_id)
                 self._written.notify()
                 self._on_disk[partition_id] = record
