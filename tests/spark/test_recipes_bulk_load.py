@@ -11,7 +11,7 @@ from pyspark.sql import SparkSession
 
 from tests.spark.bucket import FAR, Stored, contents
 from upr_protocol.cli import main
-from upr_protocol.spark.commands.bulk_load import argument_parser, frame_of, plain_csv_errors
+from upr_protocol.spark.commands.bulk_load import argument_parser, frame_of, plain_file_errors
 from upr_protocol.spark.errors import OptionError, PipelineError
 from upr_protocol.spark.recipes import bulk_load
 
@@ -92,10 +92,25 @@ def test_the_command_reads_csv_as_it_is_or_says_why_not(
         rows = {(row["key"], row["value"]) for row in frame.collect()}
         assert rows == {("1", 'a "b",\\'), ("2", None), ("3", "c")}
         return
-    with pytest.raises(PipelineError, match=reason) as caught, plain_csv_errors():
+    with pytest.raises(PipelineError, match=reason) as caught, plain_file_errors("csv"):
         frame.collect()
     assert caught.value.code == "UPR_ROWS_REFUSED"
     assert f"{tmp_path}/{len(texts) - 1}.csv" in str(caught.value)
+
+
+def test_a_file_that_is_not_parquet_is_told_in_a_sentence(
+    spark: SparkSession, tmp_path: Path
+) -> None:
+    """It was a page of Java, which `--format csv` would have spared."""
+    path = tmp_path / "planes.csv"
+    path.write_text("key,value\n1,a\n")
+    options = argument_parser().parse_args(["upr://h/b", str(path)])
+    with (
+        pytest.raises(PipelineError, match="is not a Parquet file") as caught,
+        plain_file_errors(options.format),
+    ):
+        frame_of(spark, options)
+    assert "--format" in str(caught.value)
 
 
 def test_csv_that_is_not_utf_8_is_refused_before_anything_is_written(

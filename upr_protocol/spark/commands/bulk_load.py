@@ -10,7 +10,7 @@ import argparse
 import re
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Final
 
 import msgspec
@@ -40,6 +40,14 @@ _BLANKS: Final = " \t\r"
 _UNREADABLE_FILE: Final = re.compile(r"error while reading file (.+?)\.\s")
 _CAUSE: Final = re.compile(r"^Caused by: \S+: (.+?)(?: SQLSTATE.*)?$", re.MULTILINE)
 _CAUSE_CHARS_MAX: Final = 200
+
+_FILE_ADVICE: Final = {
+    "csv": "In CSV each row has as many values as there are columns, a quote in a value is "
+    "doubled, a value has no line end, and all files have the same first line",
+    "json": "If the files are not JSON, name their format with --format",
+    "parquet": "If the files are not Parquet, name their format with --format",
+}
+"""What to look for where a file cannot be read, by the format that it was taken for."""
 
 
 def argument_parser() -> argparse.ArgumentParser:
@@ -75,7 +83,7 @@ def argument_parser() -> argparse.ArgumentParser:
 
 def work(spark: SparkSession, options: argparse.Namespace) -> int:
     """Loads."""
-    with plain_csv_errors() if options.format == "csv" else nullcontext():
+    with plain_file_errors(options.format):
         frame, value = frame_of(spark, options)
         result = bulk_load(
             frame,
@@ -90,8 +98,11 @@ def work(spark: SparkSession, options: argparse.Namespace) -> int:
 
 
 @contextmanager
-def plain_csv_errors() -> Iterator[None]:
-    """Says which file is no CSV, and why: Spark's error is a page of Java.
+def plain_file_errors(file_format: str) -> Iterator[None]:
+    """Says which file cannot be read, and why: Spark's error is a page of Java.
+
+    Args:
+        file_format: What the files are taken for, a choice of `--format`.
 
     Raises:
         PipelineError: A file cannot be read.
@@ -107,9 +118,8 @@ def plain_csv_errors() -> Iterator[None]:
         cause = f": {causes[-1][:_CAUSE_CHARS_MAX]}" if causes else ""
         raise PipelineError(
             "UPR_ROWS_REFUSED",
-            f"{match[1]} cannot be read{cause}. In CSV each row has as many values as there are "
-            "columns, a quote in a value is doubled, a value has no line end, and all files have "
-            "the same first line. Rows already written stay",
+            f"{match[1]} cannot be read{cause}. {_FILE_ADVICE[file_format]}. Rows already written "
+            "stay",
         ) from error
 
 

@@ -34,6 +34,8 @@ INTERRUPTED: Final = 128 + signal.SIGINT
 JAVA_ENDS_S: Final = 10.0
 """Mostly it takes one."""
 
+_TASK_LOGGER: Final = "org.apache.spark.executor.Executor"
+
 _EXPRESSION_LOGGERS: Final = ("SQLQueryContextLogger", "DataFrameQueryContextLogger")
 """They have a page of JSON about a wrong expression, of which a command says a sentence."""
 
@@ -154,6 +156,11 @@ def spark_session(name: str) -> SparkSession:
     if not is_remote():
         # The log of a Spark Connect server is its operator's.
         spark.sparkContext.setLogLevel("ERROR")
+        # It has a page of Java about each task that fails, of which a command says a sentence.
+        jvm = spark._jvm  # noqa: SLF001  nothing else sets the level of one logger
+        assert jvm is not None, "this is no Spark Connect"
+        log4j = jvm.org.apache.logging.log4j
+        log4j.core.config.Configurator.setLevel(_TASK_LOGGER, log4j.Level.OFF)
     for logger in _EXPRESSION_LOGGERS:
         PySparkLogger.getLogger(logger).setLevel(logging.CRITICAL)
     spark.dataSource.register(UprDataSource)
@@ -162,6 +169,9 @@ def spark_session(name: str) -> SparkSession:
 
 def say(sentence: str) -> None:
     """Tells a sentence on standard error, at once."""
+    if sys.stderr.isatty():
+        # Spark's bar of progress may stand there.
+        sys.stderr.write("\r\x1b[K")
     sys.stderr.write(f"{sentence}\n")
     sys.stderr.flush()
 
