@@ -60,6 +60,8 @@ def main() -> None:
     parser.add_argument("--seconds", type=int, default=60, help="for each target; 60 if not given")
     parser.add_argument("--hex", type=bytes.fromhex, help="an input to repeat")
     options = parser.parse_args()
+    if unknown := [name for name in options.targets if name not in TARGETS]:
+        parser.error(f"no target {', '.join(unknown)}: there are {', '.join(TARGETS)}")
     for name in options.targets or TARGETS:
         if options.hex is not None:
             TARGETS[name](options.hex)

@@ -301,7 +301,8 @@ def _check_without_memory(program: str, folder: Path) -> None:
         [COMPILER, "-shared", "-fPIC", "-O1", str(LIBRARY_SOURCE), "-o", str(library), "-ldl"],
         check=True,
     )
-    environment = {**os.environ, "LD_PRELOAD": str(library)}
+    # The kernel in C is what is tested, also in a run of the tests without it.
+    environment = {**os.environ, "LD_PRELOAD": str(library), "UPR_PURE_PYTHON": "0"}
     finished = subprocess.run(
         [sys.executable, "-c", program],
         check=False,

@@ -6,13 +6,12 @@ from struct import Struct
 from typing import Final
 
 from upr_kernel.pure.chunks import Part, gather
-from upr_kernel.pure.columns import HEAD_BYTES, Buffer, Columns
+from upr_kernel.pure.columns import HEAD_BYTES, U64_END, Buffer, Columns
 
 # `upr_protocol` describes this layout: a run in the directory of a bundle.
 _RUN: Final = Struct("<IIQI4x")
 
 _U32_END: Final = 1 << 32
-_U64_END: Final = 1 << 64
 
 RunPart = tuple[int, Buffer, int, int]
 """A run to be joined to others: its partition, its rows as a chunk, its counter and its chain."""
@@ -38,7 +37,7 @@ def join_runs(runs: list[RunPart], /) -> tuple[bytes, bytes]:
     row_count = 0
     last_partition = -1
     for partition, chunk, counter, chain in runs:
-        in_range = 0 <= partition < _U32_END and 0 <= counter < _U64_END and 0 <= chain < _U32_END
+        in_range = 0 <= partition < _U32_END and 0 <= counter < U64_END and 0 <= chain < _U32_END
         if not in_range:
             raise OverflowError("a partition, counter or chain is out of range")
         count = Columns(chunk).count

@@ -12,7 +12,7 @@ from typing import Final
 
 from upr_kernel.defects import ChunkDefectError, Defect
 from upr_kernel.flags import HAS_PREFIX, HAS_SEQS, MAY_EXPIRE, SEQS_RISE, UNCONDITIONAL
-from upr_kernel.pure.columns import EVEN_MAX, HEAD, Buffer, Columns, padded
+from upr_kernel.pure.columns import EVEN_MAX, HEAD, U64_END, Buffer, Columns, padded
 
 Part = tuple[Buffer, int, int, Buffer | None, int | None, int]
 """Rows of a chunk: the encoded chunk, the first row, the row behind the last, a byte for each of
@@ -21,7 +21,6 @@ CAS that the first of the rows gets (None and 0 where the rows keep the chunk's)
 
 OFFSET_MAX: Final = (1 << 31) - 1
 
-_U64_END: Final = 1 << 64
 
 _SET: Final = b"\x01"
 
@@ -274,13 +273,13 @@ def number_rows(
         ChunkDefectError: The chunk is damaged.
         OverflowError: A number is out of range.
     """
-    if min(first_seq, first_cas, start, end) < 0 or max(start, end) >= _U64_END:
+    if min(first_seq, first_cas, start, end) < 0 or max(start, end) >= U64_END:
         raise OverflowError("a number is out of range")
     columns = Columns(chunk)
     if columns.view.readonly:
         raise BufferError("the chunk cannot be written")
     count = columns.count
-    if max(first_seq, first_cas) + count >= _U64_END:
+    if max(first_seq, first_cas) + count >= U64_END:
         raise OverflowError("a number is out of range")
     HEAD.pack_into(columns.view, 0, count, columns.key_length, columns.value_length, 0, start, end)
     for offset, first in ((columns.seqs_at, first_seq), (columns.cas_at, first_cas)):

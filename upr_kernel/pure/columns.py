@@ -13,6 +13,8 @@ from upr_kernel.defects import ChunkDefectError, Defect
 
 Buffer = bytes | bytearray | memoryview
 
+U64_END: Final = 1 << 64
+
 HEAD: Final = Struct("<IIIIQQ")
 HEAD_BYTES: Final = HEAD.size
 

@@ -9,7 +9,7 @@ from typing import Final
 from upr_kernel.defects import ChunkDefectError
 from upr_kernel.pure.answers import Answers
 from upr_kernel.pure.chunks import OFFSET_MAX, gather
-from upr_kernel.pure.columns import HEAD, Buffer, Columns, padded
+from upr_kernel.pure.columns import HEAD, U64_END, Buffer, Columns, padded
 from upr_kernel.pure.key_table import SEQ_END, KeyTable
 from upr_kernel.pure.partition import partition_of
 
@@ -19,7 +19,6 @@ ROW_BYTES: Final = 33
 _ROWS_STEP: Final = 8
 """Room for rows grows by a multiple of this."""
 
-_U64_END: Final = 1 << 64
 
 Row = tuple[int, bytes, bytes, int, int, int, int]
 """Operation, key, value, sequence number, CAS, flags and expiry time."""
@@ -144,7 +143,7 @@ class OpenRows:
             BufferError: Somebody reads the flags. Nothing has changed.
             OverflowError: A number is negative, or has more than 64 bits.
         """
-        if min(start, tidy_at) < 0 or max(start, tidy_at) >= _U64_END:
+        if min(start, tidy_at) < 0 or max(start, tidy_at) >= U64_END:
             raise OverflowError("a number is out of range")
         self.flags.clear()
         self.clear()
@@ -338,7 +337,7 @@ class OpenRows:
         return (
             values[-1] - values[0] < limits.bytes_max
             and self.high + count + 1 < SEQ_END
-            and max(self.last_cas + 1, limits.cas) + count < _U64_END
+            and max(self.last_cas + 1, limits.cas) + count < U64_END
             and all(partition_of(key, limits.partition_count) == self.partition for key in keys)
         )
 

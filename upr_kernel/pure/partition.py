@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 from itertools import pairwise
-from typing import Final
 from zlib import crc32
 
 from upr_kernel.defects import ChunkDefectError, Defect
-from upr_kernel.pure.columns import Buffer, Columns
-
-_U64_END: Final = 1 << 64
+from upr_kernel.pure.columns import U64_END, Buffer, Columns
 
 
 def partition_of(key: Buffer, partition_count: int) -> int:
@@ -40,7 +37,7 @@ def find_misplaced(
         ValueError: The chunk does not have these rows, or there is no partition.
     """
     numbers = low, high, partition, partition_count, key_bytes_max
-    if min(numbers) < 0 or max(numbers) >= _U64_END:
+    if min(numbers) < 0 or max(numbers) >= U64_END:
         raise OverflowError("a number is out of range")
     columns = Columns(chunk)
     if not low <= high <= columns.count or partition_count < 1:
