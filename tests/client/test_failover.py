@@ -325,7 +325,7 @@ async def test_a_partition_that_was_mended_is_not_chosen_before_it_has_all(
 async def test_a_replica_that_was_away_for_too_long_is_not_chosen_before_it_has_all(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The active node has forgotten deletions meanwhile, and has it begin anew."""
+    """The active node has forgotten deletions meanwhile, and has it begin again at 0."""
     async with running_servers("abc") as group:
         await filled(group)
         await group.stop("b")

@@ -21,7 +21,6 @@ CAS that the first of the rows gets (None and 0 where the rows keep the chunk's)
 
 OFFSET_MAX: Final = (1 << 31) - 1
 
-
 _SET: Final = b"\x01"
 
 

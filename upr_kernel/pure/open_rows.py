@@ -19,7 +19,6 @@ ROW_BYTES: Final = 33
 _ROWS_STEP: Final = 8
 """Room for rows grows by a multiple of this."""
 
-
 Row = tuple[int, bytes, bytes, int, int, int, int]
 """Operation, key, value, sequence number, CAS, flags and expiry time."""
 
