@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Final
 from upr_kernel.defects import ChunkDefectError, Defect
 from upr_kernel.flags import HAS_PREFIX, HAS_SEQS, MAY_EXPIRE, SEQS_RISE, UNCONDITIONAL
 
-REVISION: Final = 20
+REVISION: Final = 21
 """Raised with each change of the interface: a library that was built before it is not used."""
 
 NATIVE: Final = "native"
@@ -37,6 +37,7 @@ if TYPE_CHECKING or environ.get("UPR_PURE_PYTHON", "0") not in ("", "0"):
         number_rows,
         pack_header,
         read_header,
+        record_mark,
         select_prefix,
         split_rows,
     )
@@ -61,6 +62,7 @@ else:
             number_rows,
             pack_header,
             read_header,
+            record_mark,
             select_prefix,
             split_rows,
         )
@@ -85,6 +87,7 @@ else:
             number_rows,
             pack_header,
             read_header,
+            record_mark,
             select_prefix,
             split_rows,
         )
@@ -116,6 +119,7 @@ __all__ = [
     "number_rows",
     "pack_header",
     "read_header",
+    "record_mark",
     "select_prefix",
     "split_rows",
 ]

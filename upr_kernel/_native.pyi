@@ -17,6 +17,7 @@ from upr_kernel.pure import join_sets as join_sets
 from upr_kernel.pure import number_rows as number_rows
 from upr_kernel.pure import pack_header as pack_header
 from upr_kernel.pure import read_header as read_header
+from upr_kernel.pure import record_mark as record_mark
 from upr_kernel.pure import select_prefix as select_prefix
 from upr_kernel.pure import split_rows as split_rows
 

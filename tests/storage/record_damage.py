@@ -32,9 +32,13 @@ def flip(bucket: Path, key: bytes, bit: int) -> None:
     """Flips one bit of the value of a record, wherever the file has it."""
     with opened_log(bucket) as log, log.read() as transaction:
         value = bytes(transaction.get(key) or b"")
+    flip_in_file(bucket / "log" / "data.mdb", key, value, bit)
+
+
+def flip_in_file(file: Path, key: bytes, value: bytes, bit: int) -> None:
+    """Flips one bit of a record of the file of an LMDB, wherever the file has the record."""
     damaged = bytearray(value)
     damaged[bit // 8] ^= 1 << bit % 8
-    file = bucket / "log" / "data.mdb"
     content = file.read_bytes()
     # LMDB stores a short value right behind its key.
     assert key + value in content, key

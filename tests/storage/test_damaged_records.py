@@ -13,13 +13,14 @@ import msgspec
 import pytest
 
 from tests.kit.effort import effort
-from tests.storage.record_damage import flip, records
+from tests.storage.record_damage import flip, flip_in_file, records
 from tests.storage.small_directory import BUCKET, PARTITIONS, PLENTY, make, wants
 from upr_protocol.chunk import Chunk, Mutation
 from upr_protocol.ids import Cas, Operation, PartitionState, SeqNo
 from upr_server.storage.bucket_storage import BucketStorage
 from upr_server.storage.directory import DataDirectory
 from upr_server.storage.errors import CorruptionError
+from upr_server.storage.lmdb_ordered_map import LmdbOrderedMap
 from upr_server.storage.offline.bucket_files import open_bucket, open_map
 from upr_server.storage.offline.check import BucketCheck
 from upr_server.storage.offline.dump import BucketDump, DumpOptions
@@ -34,10 +35,13 @@ from upr_server.storage.records import (
     FLOOR,
     LEASE,
     PARTITION,
+    PARTITION_MAP,
     PURGE,
     TOKEN,
     PartitionRecord,
+    chunk_head,
     partition_key,
+    with_checksum,
 )
 from upr_server.storage.stored_bucket import StoredBucket
 
@@ -303,3 +307,39 @@ def test_an_old_record_beside_a_damaged_one_is_not_taken_for_the_newest(data: Pa
     flip(folder, partition_key(PARTITION, DAMAGED), 3)
     with pytest.raises(CorruptionError, match="does not hold what its last commit left"):
         started(data)
+
+
+@pytest.mark.parametrize("kind", [TOKEN, LEASE, PARTITION_MAP, CHUNK])
+@pytest.mark.parametrize("is_replaced", [True, False])
+def test_a_record_damaged_at_run_time_and_then_written_or_deleted_refuses_no_bucket(
+    tmp_path: Path, kind: bytes, is_replaced: bool
+) -> None:
+    """The sum over all records has the mark that the record had when it was written."""
+    key, (first_value, second_value) = _two_values(kind)
+    for bit in range(0, 128, 9):
+        folder = tmp_path / f"{bit}"
+        folder.mkdir()
+        log = LmdbOrderedMap(folder, is_summed=True)
+        with log.write() as transaction:
+            transaction.put(key, first_value)
+        flip_in_file(folder / "data.mdb", key, first_value, bit)
+        with log.read() as reading:
+            assert bytes(reading.get(key) or b"") != first_value
+        with log.write() as transaction:
+            if is_replaced:
+                transaction.put(key, second_value)
+            else:
+                transaction.delete(key)
+        log.close()
+        log = LmdbOrderedMap(folder, is_summed=True)
+        log.verify()
+        log.close()
+
+
+def _two_values(kind: bytes) -> tuple[bytes, list[bytes]]:
+    """The key of a record of a kind, and two values that it may have."""
+    if kind == CHUNK:
+        key = partition_key(CHUNK, DAMAGED) + bytes(8)
+        return key, [chunk_head(key, crc) + bytes(40) for crc in (1, 2)]
+    key = partition_key(kind, DAMAGED) + bytes(24)
+    return key, [with_checksum(key, value) for value in (b"the first value", b"the second")]

@@ -285,6 +285,7 @@ PyObject *read_header(PyObject *module, PyObject *const *args, Py_ssize_t count)
 PyObject *encode_replies(PyObject *module, PyObject *const *args, Py_ssize_t count);
 PyObject *add_runs(PyObject *module, PyObject *const *args, Py_ssize_t count);
 PyObject *answer_records(PyObject *module, PyObject *const *args, Py_ssize_t count);
+PyObject *record_mark(PyObject *module, PyObject *const *args, Py_ssize_t count);
 void fill_crc_tables(void);
 int add_open_rows(PyObject *module);
 int add_answers(PyObject *module);

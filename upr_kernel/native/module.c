@@ -63,6 +63,7 @@ static PyMethodDef functions[] = {
     {"number_rows", (PyCFunction)(void (*)(void))number_rows, METH_FASTCALL, NULL},
     {"pack_header", (PyCFunction)(void (*)(void))pack_header, METH_FASTCALL, NULL},
     {"read_header", (PyCFunction)(void (*)(void))read_header, METH_FASTCALL, NULL},
+    {"record_mark", (PyCFunction)(void (*)(void))record_mark, METH_FASTCALL, NULL},
     {"select_prefix", (PyCFunction)(void (*)(void))select_prefix, METH_FASTCALL, NULL},
     {"split_rows", (PyCFunction)(void (*)(void))split_rows, METH_FASTCALL, NULL},
     {"find_misplaced", (PyCFunction)(void (*)(void))find_misplaced, METH_FASTCALL, NULL},

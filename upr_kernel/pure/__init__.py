@@ -9,6 +9,7 @@ from upr_kernel.pure.key_index import index_entries
 from upr_kernel.pure.key_table import KeyTable
 from upr_kernel.pure.open_rows import OpenRows
 from upr_kernel.pure.partition import find_misplaced
+from upr_kernel.pure.record_marks import record_mark
 from upr_kernel.pure.runs import add_runs
 from upr_kernel.pure.split_rows import split_rows
 
@@ -28,6 +29,7 @@ __all__ = [
     "number_rows",
     "pack_header",
     "read_header",
+    "record_mark",
     "select_prefix",
     "split_rows",
 ]

@@ -8,15 +8,15 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from struct import Struct
 from typing import Final
-from zlib import crc32
 
 import lmdb
 
+from upr_kernel import record_mark
 from upr_protocol.chunk import Buffer
 from upr_protocol.durable_files import FULL_DISK_ERRORS
 from upr_server.storage.errors import (
@@ -27,13 +27,7 @@ from upr_server.storage.errors import (
     StoreFailedError,
 )
 from upr_server.storage.lmdb_file import check_length
-from upr_server.storage.records import (
-    FRONT_BYTES,
-    is_front_intact,
-    value_before_damage,
-    with_checksum,
-    without_checksum,
-)
+from upr_server.storage.records import mark_before_damage, with_checksum, without_checksum
 
 WRONG_TYPES: Final = (errno.EISDIR, errno.ENOTDIR, errno.ELOOP)
 """The errors of something else in the place of a file or of its folder."""
@@ -65,10 +59,6 @@ from its meta page's is refused. (So is a copy whose commits were renumbered: `m
 
 _COMMIT: Final = Struct("<QQ")
 """The commit's number, and the sum of the marks of all records; 0 if the map keeps none."""
-
-_MARKED_BYTES_MAX: Final = 1024
-"""If a value is longer, only its length is used: LMDB keeps it in pages of its own, and to look at
-the first page of each would be to read half the disk."""
 
 _DAMAGED_FRONTS_MAX: Final = 64
 """How many damaged records `verify` looks at one by one. Their number is that of single accidents:
@@ -116,8 +106,6 @@ class LmdbOrderedMap:
         self._copies_values = copies_values
         self._bytes_max = bytes_max
         self._reads_open = 0
-        # Of each damaged record that changes the sum: its mark, and what that was before.
-        self._marks_before_damage: dict[bytes, tuple[int, int]] = {}
         self._open(self._map_bytes_wanted())
         if is_alone or not readonly:
             try:
@@ -274,7 +262,6 @@ class LmdbOrderedMap:
         Raises:
             CorruptionError: It holds something else.
         """
-        self._marks_before_damage.clear()
         total, previous = 0, b""
         with self.read() as transaction:
             expected_sum = self._sum(transaction.transaction, transaction.transaction.id())
@@ -282,7 +269,7 @@ class LmdbOrderedMap:
                 if key <= previous:
                     raise CorruptionError(f"the keys of {self._path} are not in order")
                 previous = key
-                total += _mark(key, value)
+                total += record_mark(key, value, False)
             if self._is_summed and total % _SUM_END != expected_sum:
                 total += self._find_damaged_fronts(transaction)
         if self._is_summed and total % _SUM_END != expected_sum:
@@ -293,16 +280,12 @@ class LmdbOrderedMap:
         the sum of all marks."""
         difference = damaged_count = 0
         for key, value in transaction.scan(COMMIT + b"\0", b"\xff" * 512):
-            if len(value) > _MARKED_BYTES_MAX or is_front_intact(key, value):
+            if record_mark(key, value, True) >= 0:
                 continue
             damaged_count += 1
             if damaged_count > _DAMAGED_FRONTS_MAX:
                 break
-            value_before = value_before_damage(key, value)
-            if value_before is not None:
-                marks = _mark(key, value), _mark(key, value_before)
-                self._marks_before_damage[key] = marks
-                difference += marks[1] - marks[0]
+            difference += mark_before_damage(key, value) - record_mark(key, value, False)
         return difference
 
     def verify_length(self) -> None:
@@ -356,7 +339,7 @@ class LmdbOrderedMap:
                 raise self._no_reserve(reserve_bytes)
             with self._new_transaction(write=True) as transaction:
                 total = self._sum(transaction, transaction.id() - 1)
-                changes = _WriteTransaction(transaction, self._is_summed, self._marks_before_damage)
+                changes = _WriteTransaction(transaction, self._is_summed)
                 yield changes
                 if changes.is_changed:
                     total = (total + changes.sum_change) % _SUM_END
@@ -444,10 +427,11 @@ class LmdbOrderedMap:
         self._env.close()
 
 
-def _mark(key: bytes, value: Buffer) -> int:
-    """A number for a record. Of a long value only the front counts: it has a checksum of all."""
-    mark = crc32(len(value).to_bytes(8), crc32(key))
-    return mark if len(value) > _MARKED_BYTES_MAX else crc32(value[:FRONT_BYTES], mark)
+def _mark_in_sum(key: bytes, value: Buffer) -> int:
+    """What the sum has for a record that was written before. If it has been damaged since, that is
+    the mark that it had then: otherwise the sum would keep a mark of no record for ever."""
+    mark = record_mark(key, value, True)
+    return mark if mark >= 0 else mark_before_damage(key, value)
 
 
 class _ReadTransaction:
@@ -484,24 +468,12 @@ class _ReadTransaction:
 
 
 class _WriteTransaction(_ReadTransaction):
-    def __init__(
-        self,
-        transaction: lmdb.Transaction,
-        is_summed: bool,
-        marks_before_damage: Mapping[bytes, tuple[int, int]],
-    ) -> None:
+    def __init__(self, transaction: lmdb.Transaction, is_summed: bool) -> None:
         super().__init__(transaction)
-        self._marks_before_damage = marks_before_damage
         self.is_changed = False
         self.sum_change = 0
         self._is_summed = is_summed
         self._cursor = transaction.cursor()
-
-    def _mark_in_sum(self, key: bytes, value: Buffer) -> int:
-        """What the sum has for a record: for a damaged one, the mark that it had before."""
-        mark = _mark(key, value)
-        damaged_mark, mark_before = self._marks_before_damage.get(key, (mark, mark))
-        return mark_before if mark == damaged_mark else mark
 
     def put(self, key: bytes, value: Buffer) -> None:
         self.is_changed = True
@@ -511,8 +483,8 @@ class _WriteTransaction(_ReadTransaction):
         # One search, where the key is new; none, where it is in the page of the one before.
         old_value = self._cursor.replace(key, value)
         if old_value is not None:
-            self.sum_change -= self._mark_in_sum(key, old_value)
-        self.sum_change += _mark(key, value)
+            self.sum_change -= _mark_in_sum(key, old_value)
+        self.sum_change += record_mark(key, value, False)
 
     def put_all(self, items: Iterable[tuple[bytes, Buffer]]) -> None:
         if self._is_summed:
@@ -539,7 +511,7 @@ class _WriteTransaction(_ReadTransaction):
             return
         if self._is_summed:
             # Where it lies in the file: `pop` would copy it, and read all of a large value.
-            self.sum_change -= self._mark_in_sum(key, self._cursor.value())
+            self.sum_change -= _mark_in_sum(key, self._cursor.value())
         self._cursor.delete()
 
 
