@@ -20,12 +20,14 @@ import pyspark
 from pyspark.sql import SparkSession
 
 from tests.kit.process import ROOT
+from tests.spark.spark_home import SPARK_HOME
 
 _JAVA_HOME: Final = os.environ.get("JAVA_HOME")
 _JAVA: Final = shutil.which("java", path=f"{_JAVA_HOME}/bin" if _JAVA_HOME else None) or ""
-_MADE_BY: Final = zlib.crc32(os.path.realpath(_JAVA).encode())
+_FITS: Final = zlib.crc32(f"{os.path.realpath(_JAVA)} {SPARK_HOME}".encode())
+"""An archive is of one Java, and of JARs at one place."""
 
-ARCHIVE: Final = ROOT / "build" / f"spark-{pyspark.__version__}-{_MADE_BY:08x}.jsa"
+ARCHIVE: Final = ROOT / "build" / f"spark-{pyspark.__version__}-{_FITS:08x}.jsa"
 
 SHORT_LIVED_JAVA: Final = "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC"
 """Most of a short life is compiling."""

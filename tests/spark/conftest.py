@@ -17,6 +17,7 @@ from pyspark.sql import SparkSession
 from tests.kit.process import ROOT
 from tests.spark.class_archive import JAVA_OPTIONS, make_archive
 from tests.spark.server import BlockingServer, blocking_server
+from tests.spark.spark_home import make_spark_home
 from upr_protocol.spark import UprDataSource
 
 SPARK_OPTIONS = {
@@ -49,8 +50,16 @@ def java_is_there() -> bool:
     return shutil.which("java", path=os.path.join(home, "bin") if home else None) is not None
 
 
+@pytest.fixture(scope="session", autouse=True)
+def spark_home() -> Iterator[None]:
+    """Each Spark of these tests has the folder that `tests.spark.spark_home` makes."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("SPARK_HOME", str(make_spark_home()))
+        yield
+
+
 @pytest.fixture(scope="session")
-def class_archive() -> None:
+def class_archive(spark_home: None) -> None:
     """The classes that the tests' JVMs map; see `tests.spark.class_archive`."""
     make_archive()
 
