@@ -137,7 +137,7 @@ def connections_within(files_max: int) -> int:
 
 @asynccontextmanager
 async def _daemon(config: ServerConfig) -> AsyncIterator[Server]:
-    """A server that reads its certificate anew on SIGHUP."""
+    """A server that reads its certificate again on SIGHUP."""
     async with started_server(config) as server, background_nursery() as nursery:
         if server.certificates is None:
             yield server

@@ -19,7 +19,7 @@ SECRET_BYTES: Final = 32
 
 RIGHTS_MAX: Final = 10_000
 """Users or roles, and buckets, whose rights are kept in memory, some MiB; more are looked up
-anew."""
+again each time."""
 
 log = structlog.get_logger(__name__)
 

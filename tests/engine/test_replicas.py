@@ -910,7 +910,7 @@ def test_a_new_history_answers_waiting_calls_with_false() -> None:
 
 
 def test_what_comes_late_by_an_old_connection_does_not_count() -> None:
-    """A replica may have connected anew, and rolled back, while its packets were on their way."""
+    """A replica may have connected again, and rolled back, while its packets were on their way."""
     progress = ReplicaProgress()
     old_connection, new_connection = 1, 2
     progress.report("a", SeqNo(6), SeqNo(6), old_connection)

@@ -239,7 +239,7 @@ async def test_another_consumer_of_its_name_stops_announcements_and_nothing_else
 
         async with a_city_index(tmp_path) as (server, client, indexer):
             # Whose question waits is overtaken: while the indexer reads what it was told, that is
-            # the other, and it has to ask anew.
+            # the other, and it has to ask again.
             while not has_given_up():
                 async with follow_events(server.url(), consumer=consumer_name(tmp_path)):
                     with suppress(TimeoutReachedError):

@@ -188,7 +188,7 @@ def test_a_required_change_waits_for_its_own_partition_only() -> None:
     assert rounds_until(queues, own[-1], [PartitionId(0)]) == sum(b.nbytes for b in own) * 2 / ROUND
 
 
-def test_whoever_waits_for_everything_waits_for_nothing_that_comes_later() -> None:
+def test_a_scan_that_waits_for_all_batches_does_not_wait_for_later_ones() -> None:
     queues = BatchQueues(QUEUES)
     nbytes = 0
     last = a_batch(1, 10)

@@ -409,7 +409,7 @@ async def test_an_index_is_complete_when_the_running_ones_have_what_it_has(tmp_p
         file.close()
 
 
-async def test_a_partition_that_there_is_no_more_is_cleared(tmp_path: Path) -> None:
+async def test_a_partition_that_no_longer_exists_is_cleared(tmp_path: Path) -> None:
     """The bucket was deleted and created again with fewer, while the index was being built."""
     stream, file, gone = OtherStream(), IndexFile(tmp_path, BUCKET), PartitionId(1)
     row = Mutation(Operation.SET, b"gone", b"0", SeqNo(1), Cas(1))

@@ -227,7 +227,7 @@ async def test_a_verdict_counts_for_a_second(
         assert (await front.ask("GET", "/v1/status", reader))[0] == 401
 
 
-async def test_who_is_known_goes_on_while_the_server_is_away(
+async def test_known_users_keep_their_verdict_while_the_server_is_away(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(http_access, "VERDICT_S", 0.0)

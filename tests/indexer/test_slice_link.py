@@ -247,7 +247,7 @@ async def test_a_link_on_which_nothing_is_asked_ends(
         assert trio.current_time() - asked_at <= SILENT_S
 
 
-async def test_who_reads_no_answers_is_not_answered_without_end() -> None:
+async def test_a_node_that_reads_no_answers_is_not_answered_without_end() -> None:
     stream = UnreadStream()
     part = ReplicatedSlice(SliceId(0, 1), {0: ("http://n:1", cast("SliceHolder", BusySlice()))}, 0)
     with pytest.MonkeyPatch.context() as patch:

@@ -214,7 +214,7 @@ async def test_no_answer_comes_from_a_part_of_the_slices(indexer: Indexer) -> No
         await scan(indexer, "d/city")
 
 
-async def test_indexes_that_are_divided_anew_are_built_again(
+async def test_indexes_are_built_again_when_the_number_of_slices_changes(
     server: Server, tmp_path: Path
 ) -> None:
     # What an earlier version has left.

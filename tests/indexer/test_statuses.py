@@ -84,7 +84,7 @@ async def test_the_slices_are_asked_of_several_indexes_at_once(
     assert trio.current_time() - began == pytest.approx(3)
 
 
-async def test_whoever_asks_together_learns_the_same_of_the_server() -> None:
+async def test_questions_to_the_server_at_the_same_time_get_the_same_answer() -> None:
     async with a_server() as server, connect(server.url("b")) as client:
         await client.set("k", "{}")
         progress = ServerProgress(Address.parse(server.url("b")))

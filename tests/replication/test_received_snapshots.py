@@ -133,7 +133,7 @@ def test_answers_to_publishers_count_while_they_wait_for_the_disk() -> None:
     assert snapshots.nbytes == 0
 
 
-def test_answers_without_their_snapshot_are_dropped_when_the_stream_begins_anew() -> None:
+def test_answers_without_their_snapshot_are_dropped_when_the_stream_begins_again() -> None:
     """The next source may have another history, with other mutations under these numbers."""
     snapshots = received(2, chunk(1, 2))
     snapshots.end_snapshot(SeqNo(2))

@@ -296,7 +296,7 @@ def test_a_map_that_names_two_buckets_needs_the_right_on_the_one_that_counts(
     assert is_allowed(operator, SetMap(0, document, opaque=1)) == is_first
 
 
-def test_a_map_that_is_none_is_refused_before_anything_is_looked_up() -> None:
+def test_an_invalid_map_is_refused_before_anything_is_looked_up() -> None:
     with pytest.raises(ServerError) as refusal:
         access_of().check_message(SetMap(0, "{}", opaque=1))
     assert refusal.value.status is Status.BAD_ARGUMENT
@@ -371,7 +371,7 @@ async def test_a_reader_reads_and_does_not_write() -> None:
         assert (await peer.hear(GetReply)).chunk.mutation(0).seq == 0
 
 
-async def test_who_may_not_write_hears_so_however_often_it_tries() -> None:
+async def test_a_user_who_may_not_write_is_refused_at_each_attempt() -> None:
     """What is refused has spent credit. Without any, a client would wait for it, and take the
     bucket for full; and it would not write when it may."""
     async with logged_in(reading()) as (server, peer):

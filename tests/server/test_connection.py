@@ -385,7 +385,7 @@ async def test_a_get_of_many_keys_is_answered_some_keys_at_a_time() -> None:
         assert tuple(mutation.key for mutation in reply.chunk) == keys[:-1]
 
 
-async def test_who_opens_a_bucket_hears_what_is_on_disk_and_what_was_purged(
+async def test_the_answer_to_open_says_what_is_on_disk_and_what_was_purged(
     autojump_clock: trio.testing.MockClock,
 ) -> None:
     server = make_server()

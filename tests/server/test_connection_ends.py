@@ -48,7 +48,7 @@ async def test_thousands_that_leave_together_are_ended_some_in_each_turn() -> No
     assert max(Counter(turns.values()).values()) == ENDS_MAX
 
 
-async def test_all_are_ended_at_once_where_it_does_not_run() -> None:
+async def test_connections_end_at_once_while_the_task_that_ends_them_does_not_run() -> None:
     ends = ConnectionEnds()
     before, waiting, after = ([trio.CancelScope() for _ in range(COUNT)] for _ in range(3))
     for scope in before:

@@ -79,7 +79,7 @@ async def test_users_have_equal_shares_however_many_connections_they_have() -> N
     assert not shares._publishers[bucket]
 
 
-async def test_those_who_were_refused_credit_get_it_some_in_each_step(
+async def test_publishers_that_were_refused_credit_get_it_some_in_each_step(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     await trio.lowlevel.checkpoint()  # connections read Trio's clock: this must run in it

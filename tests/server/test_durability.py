@@ -782,7 +782,7 @@ async def test_a_bucket_deleted_while_commits_are_under_way(
 
 
 @pytest.mark.parametrize("seed", range(10))
-async def test_a_bucket_deleted_and_made_anew_again_and_again_under_load(
+async def test_a_bucket_created_again_under_load_has_only_its_own_acknowledged_writes(
     autojump_clock: trio.testing.MockClock, seed: int
 ) -> None:
     """What was acknowledged in a bucket's life is there in it, and nothing of an earlier one."""

@@ -328,7 +328,9 @@ async def test_thousands_of_answers_are_taken_some_in_each_step(autojump_clock: 
         assert on_disk == {(writer, counter): answer for writer, counter, _, answer in remembered}
 
 
-async def test_of_large_answers_fewer_are_taken_in_each_step(autojump_clock: MockClock) -> None:
+async def test_fewer_answers_are_taken_in_each_step_if_they_are_large(
+    autojump_clock: MockClock,
+) -> None:
     answer = bytes(10_000)
     writers = [number.to_bytes(16, "little") for number in range(80)]
     async with running() as run:

@@ -384,7 +384,7 @@ async def test_a_lapsed_lease_can_be_renewed_until_compaction_removes_data(
         with pytest.raises(ServerError) as refusal:
             await read(server, 7, ends)
         assert refusal.value.status is Status.RANGE_GONE
-        # Asking for it anew must not give other rows under the same name.
+        # Asking for it again must not give other rows under the same name.
         with pytest.raises(ServerError) as refusal:
             await client.acquire_lease(ALL, time_to_live_s=60, owner="me", lease_id=7)
         assert refusal.value.status is Status.RANGE_GONE
@@ -434,7 +434,7 @@ async def test_a_position_is_listed_with_its_distance_and_holds_nothing(
         assert consumers()[0]["numbers_behind"] == 2 * len(KEYS), "the one before"
 
 
-async def test_whoever_reads_an_empty_bucket_is_not_at_a_position(
+async def test_a_read_of_an_empty_bucket_is_not_listed_as_a_position(
     server: Server, directory: SimulatedDirectory
 ) -> None:
     """Also not for a server that reads the leases from disk."""

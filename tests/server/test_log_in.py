@@ -146,7 +146,7 @@ async def test_a_certificate_or_a_password_bound_to_the_connection(
             await trio.to_thread.run_sync(block, address)
 
 
-async def test_who_listens_in_between_learns_no_password() -> None:
+async def test_a_recorded_log_in_does_not_contain_the_password() -> None:
     async with server_with_users() as server, proxy_to("127.0.0.1", server.port) as proxy:
         proxy.recorded = bytearray()
         address = Address.parse(proxy.url("b"), Security(credentials=BOB))
@@ -589,7 +589,9 @@ def test_whose_failures_count_together(peer: str, network: str) -> None:
     assert network_of(peer) == network
 
 
-async def test_who_does_not_log_in_is_let_go(autojump_clock: MockClock) -> None:
+async def test_a_client_that_does_not_log_in_in_time_is_disconnected(
+    autojump_clock: MockClock,
+) -> None:
     async with server_with_users() as server:
         async with stranger(server) as peer:
             await peer.expect_error(Status.IDLE)

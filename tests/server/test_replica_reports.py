@@ -26,7 +26,7 @@ WAITING = 20
 ONE = SeqNo(1)
 
 
-def test_who_waits_for_many_partitions_is_answered_in_steps() -> None:
+def test_waits_for_replicas_in_many_partitions_are_answered_in_steps() -> None:
     """One message reports of all of them. Each answer takes as long as a report."""
     ids = count(1)
     bucket = Bucket("b", new_history_id=lambda: HistoryId(next(ids)), partition_count=PARTITIONS)
@@ -62,7 +62,7 @@ def test_who_waits_for_many_partitions_is_answered_in_steps() -> None:
 async def test_a_late_report_by_an_old_connection_does_not_count(
     monkeypatch: pytest.MonkeyPatch, is_first: bool
 ) -> None:
-    """Packets may come long after the replica has connected anew, and rolled back, also the first
+    """Packets may come long after the replica has connected again, and rolled back, also the first
     that the old connection has. It counted as the newest report."""
     server = make_server()
     monkeypatch.setattr(server.partition_maps, "is_replica", lambda *_arguments: True)
@@ -93,7 +93,7 @@ async def test_a_late_report_by_an_old_connection_does_not_count(
 async def test_a_late_report_does_not_count_though_the_newer_connection_has_ended(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """It named what the replica had given up before it connected anew, and counted until the old
+    """It named what the replica had given up before it connected again, and counted until the old
     connection ended, too."""
     server = make_server()
     monkeypatch.setattr(server.partition_maps, "is_replica", lambda *_arguments: True)

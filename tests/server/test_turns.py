@@ -131,7 +131,9 @@ class NotedTurns(BudgetedTurns):
 PEERS: Final = 20
 
 
-async def test_those_who_ask_for_much_share_the_loops_turns(autojump_clock: MockClock) -> None:
+async def test_peers_that_ask_for_much_share_the_turns_of_the_loop(
+    autojump_clock: MockClock,
+) -> None:
     """To tell of 1,024 partitions takes nine steps."""
     server = make_server(connections_max=PEERS + 1)
     resources = server.connections.resources

@@ -294,7 +294,7 @@ async def test_a_lease_that_is_granted_while_its_bucket_is_deleted_does_not_coun
             pass
 
 
-async def test_a_removed_user_who_waits_to_be_written_to_ends_at_once(
+async def test_connections_of_a_removed_user_end_though_its_answers_are_delayed(
     network: MemoryNetwork, autojump_clock: MockClock
 ) -> None:
     async with server_with(bytes_out=MIB) as server, connect(address("bob")) as client:
@@ -309,7 +309,7 @@ async def test_a_removed_user_who_waits_to_be_written_to_ends_at_once(
         assert not server.connections.connections
 
 
-async def test_who_waits_to_be_written_to_hears_that_the_server_is_alive(
+async def test_a_client_whose_answers_are_delayed_hears_that_the_server_is_alive(
     network: MemoryNetwork, autojump_clock: MockClock
 ) -> None:
     """A client takes a server for dead that says nothing for 40 seconds."""
@@ -336,7 +336,7 @@ async def test_the_servers_own_pause_does_not_count_as_the_peers(
 
 
 @pytest.mark.parametrize("publishers", [1, 4])
-async def test_who_writes_more_waits_and_others_do_not(
+async def test_a_user_who_writes_more_than_its_limit_waits_and_others_do_not(
     network: MemoryNetwork, autojump_clock: MockClock, publishers: int
 ) -> None:
     """Also with several connections. Another user's requests are answered at once meanwhile."""
@@ -360,7 +360,7 @@ async def test_who_writes_more_waits_and_others_do_not(
         assert 7.5 < max(took) < 9.5
 
 
-async def test_who_reads_more_waits_and_others_do_not(
+async def test_a_user_who_reads_more_than_its_limit_waits_and_others_do_not(
     network: MemoryNetwork, autojump_clock: MockClock
 ) -> None:
     async with server_with(bytes_out=MIB):

@@ -71,7 +71,7 @@ ALL_ANSWERS: Final = (1 << 63) - 1
 
 ORDER_SLACK: Final = 256
 """The order holds at most so many forgotten answers more than remembered ones; then it is made
-anew."""
+again."""
 
 
 class WriterToken(msgspec.Struct, frozen=True, gc=False):

@@ -68,8 +68,8 @@ class ReplicaProgress:
             received_seq: The last complete snapshot end that it has received.
             persisted_seq: The last one that it has on disk.
             connection_number: The connection it came by; newer ones have higher numbers. A replica
-                may connect anew before the old connection is gone. What comes by that one, once the
-                replica has reported by the newer one, is late, and does not count; also if the
+                may connect again before the old connection is gone. What comes by that one, once
+                the replica has reported by the newer one, is late, and does not count; also if the
                 newer one has ended.
 
         Returns:

@@ -7,7 +7,7 @@ between a poll's read and its reset. Their size is bounded by consumers × bucke
 and by consumers × `COUNTERS_MAX` for buckets that were deleted.
 
 The queues live in memory. A clean stop saves them (`to_bytes`); a crash loses them, and every
-consumer then registers anew and looks at everything.
+consumer then registers again and looks at everything.
 """
 
 from __future__ import annotations

@@ -264,7 +264,7 @@ class IndexerStream:
                 self._consumer = None
                 self._changed.notify()
             # What was put is applied, so its keys must be on disk. The next consumer opens their
-            # file anew.
+            # file again.
             flush = consumer.flush_received_keys
             await self._pipeline.disk.retry(lambda: trio.to_thread.run_sync(flush))
             if failure is not None:

@@ -88,7 +88,7 @@ class CreditShares:
 
     def _top_up_refused(self) -> Iterator[None]:
         for count, publisher in enumerate(list(self._refused_publishers), 1):
-            # Between two steps it may have gone. One that is refused again enters anew, at the end.
+            # Between two steps it may have gone. One that is refused again is added at the end.
             if publisher in self._refused_publishers:
                 del self._refused_publishers[publisher]
                 publisher.top_up()

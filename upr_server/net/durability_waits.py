@@ -35,7 +35,7 @@ state or history, which ends the waits for it."""
 
 WAIT_BYTES: Final = 500
 """What a wait takes in memory, with its request, about. A client may wait for weeks, for a replica
-that is gone, and ask anew all the time."""
+that is gone, and ask again all the time."""
 
 STALE_MIN: Final = 64
 """A heap may be cleaned of waits that are over when it has more of them than this, and more than of

@@ -197,7 +197,7 @@ class MapExchange:
 
     async def _tell_own_map(self, name: str, host_port: str, own_map: PartitionMap) -> None:
         """Sends a node the map that it has lost with its disk. Until then the node holds the
-        bucket alone, made anew, and accepts writes that no other node will ever have."""
+        bucket alone, created again, and accepts writes that no other node will ever have."""
         log.warning(
             "a node has no partition map, as if its disk was lost; telling it the map",
             bucket=own_map.bucket,

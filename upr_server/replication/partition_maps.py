@@ -360,7 +360,7 @@ class PartitionMaps:
         disk = self._server.disk_of(new_map.bucket)
         assignment = Assignment(active=self.node)
         # Another node knows this one as a holder, and it has no map: it was one once, and what it
-        # has of the bucket was begun anew.
+        # has of the bucket was created again.
         has_lost_its_disk = disk is not None and not is_from_operator
         if disk is None:
             disk = await self._server.create_dead_bucket(new_map.bucket, len(new_map.partitions))

@@ -175,7 +175,7 @@ class ReceivedSnapshots:
         self._answer_bytes_of_snapshot += sum(ANSWER_OVERHEAD_BYTES + len(row[3]) for row in rows)
 
     def begin_stream(self) -> None:
-        """The stream begins anew at `position`, and sends the answers of the snapshot under way
+        """The stream begins again at `position`, and sends the answers of the snapshot under way
         again. It may be another history's, in which those batches never were."""
         self._complete_from = None
         self._answers_of_snapshot = []

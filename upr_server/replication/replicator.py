@@ -507,7 +507,7 @@ class Replicator:
         for count, (partition_id, record) in enumerate(list(self._on_disk.items()), 1):
             received_seq = self._received_snapshots[partition_id].received_seq
             self.dropped_mutations += received_seq - record.received_seq
-            # In one step: what a stream that begins anew brings meanwhile is to be written.
+            # In one step: what a stream that begins again brings meanwhile is to be written.
             self._received_snapshots[partition_id] = ReceivedSnapshots.from_record(record)
             self._unmark_dirty(partition_id)
             # If this node becomes active, a batch that is dropped here must count as new.

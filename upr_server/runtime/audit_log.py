@@ -222,7 +222,7 @@ class AuditLog:
             self._lose(missing_count)
 
     def _find_file(self) -> None:
-        """Opens the file anew if somebody has removed it, or put another one in its place."""
+        """Opens the file again if somebody has removed it, or put another one in its place."""
         with suppress(FileNotFoundError):
             if os.path.samestat(os.stat(self._path), os.fstat(self._descriptor)):
                 return

@@ -1,4 +1,4 @@
-"""A daemon's certificate, read anew when its files change."""
+"""A daemon's certificate, read again when its files change."""
 
 from __future__ import annotations
 

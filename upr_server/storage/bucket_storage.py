@@ -113,7 +113,7 @@ class _PartitionUsage(msgspec.Struct):
         is_stuck: Whether its index is damaged, and follows its log no further.
         is_refused: Whether one of its records is damaged: then nothing of it is read or written.
         has_old_entries: Whether only some of its index entries were deleted. The others go before
-            it is indexed anew.
+            it is indexed from the beginning.
         leased_bytes: What of its garbage compaction has left for leased ranges. It does not count
             while these are held: otherwise the partition would be compacted again and again.
     """
@@ -181,10 +181,10 @@ class BucketStorage:
     def open(self) -> StoredBucket:
         """Reads what the bucket is, and how its disk is used. O(chunks).
 
-        A partition is indexed anew if the record of how far its index is was damaged, or names more
-        than the log has: the log has everything that the index should have. A partition with a
-        damaged record is left as it is: log and index of it are neither read nor written until
-        `empty_partition`.
+        A partition is indexed from the beginning if the record of how far its index is was damaged,
+        or names more than the log has: the log has everything that the index should have. A
+        partition with a damaged record is left as it is: log and index of it are neither read nor
+        written until `empty_partition`.
 
         Raises:
             CorruptionError: A record that concerns the whole bucket is damaged or missing.
@@ -384,7 +384,7 @@ class BucketStorage:
 
     def _delete_some_entries(self, partition: int) -> bool:
         """Deletes some of a partition's index entries, and returns whether there may be more. Each
-        writes its pages anew, and one that expires has a second record elsewhere: a full disk may
+        writes its pages again, and one that expires has a second record elsewhere: a full disk may
         have room for fewer. Their pages are free for later commits."""
         has_more, self._keys_to_delete = _in_step_that_fits(
             lambda keys_max: self.index.delete_entries(partition, keys_max),
@@ -652,7 +652,7 @@ def _in_step_that_fits(
     step: Callable[[int], Answer], size: int, size_max: int
 ) -> tuple[Answer, int]:
     """Takes a step of `size`, or a smaller one if a full disk has no room for that. Each step
-    writes its pages anew, and those of before are free for later steps: so small ones may go on,
+    writes its pages again, and the pages before are free for later steps: so small ones may go on,
     and make room, where a large one cannot.
 
     Args:

@@ -403,7 +403,7 @@ class ChunkLog(ChunkReader):
 
 def _in_commits_that_fit(items: Sequence[Item], commit: Callable[[Sequence[Item]], None]) -> None:
     """Has all items committed at once; or, where a full disk has no room for that, fewer at a time.
-    A deletion writes each page anew that it touches, and the pages of before are free for later
+    A deletion writes each page again that it touches, and the pages of before are free for later
     commits: so small ones go on where a large one finds no room.
 
     Raises:

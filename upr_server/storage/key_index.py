@@ -234,8 +234,8 @@ class KeyIndex:
 
     def delete_entries(self, partition: int, keys_max: int) -> bool:
         """Deletes so many keys of a partition, and its watermark. The watermark goes with the first
-        of them, so that after a crash the partition is indexed anew. A damaged entry is deleted,
-        too; what is left of it is its expiry, which `find_expired` leaves out.
+        of them, so that after a crash the partition is indexed from the beginning. A damaged entry
+        is deleted, too; what is left of it is its expiry, which `find_expired` leaves out.
 
         Returns:
             Whether there may be more.

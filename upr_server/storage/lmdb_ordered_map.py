@@ -43,8 +43,8 @@ MAP_BYTES_MIN: Final = 1024 * 1024
 
 MAP_BYTES_TO_SPARE: Final = 256 * 1024 * 1024
 """The memory map grows when less than this is left in it. It is more than one commit takes. Some
-file systems change their size with every write of somebody else, and to map a file anew costs as
-much as touching its pages anew; so the map does not follow each change."""
+file systems change their size with every write of somebody else, and to map a file again costs as
+much as touching its pages again; so the map does not follow each change."""
 
 LOCK_BYTES: Final = 64 * 1024
 """More than LMDB's lock file takes."""

@@ -63,7 +63,7 @@ it takes such blocks from its heap and clears them: 250 buckets took 1,065 MiB i
 
 TRIM_THRESHOLD_BYTES: Final = 16 * 1024 * 1024
 """Free memory at the end of a process's heap that it keeps: that of two commits. glibc's own limit
-is 128 KiB, so each commit would take its memory from the system anew, and return it."""
+is 128 KiB, so each commit would take its memory from the system again, and return it."""
 
 SEND_BUFFER_BYTES: Final = 4 * 1024 * 1024
 """What the system may hold of a request on its way to a process, where it allows so much. Of a

@@ -54,7 +54,7 @@ class StoredBucket(msgspec.Struct, frozen=True):
         partitions: Its partitions, in order.
         leases: Its leases, without those that are damaged.
         partition_map: Its partition map, as JSON; empty for none.
-        reindex_reasons: Why the key index of partitions was damaged; it is made anew.
+        reindex_reasons: Why the key index of partitions was damaged; it is built again.
         damaged_leases: Why leases cannot be read, by their IDs.
     """
 

@@ -51,7 +51,7 @@ def main(arguments: Sequence[str]) -> None:
     descriptor, path, role, bytes_max, slots_descriptor = arguments
     for signal_number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         # A terminal and a service manager send these to all processes. They are for the server: it
-        # stops, or reads its certificate anew. It closes the pipe when it has stopped.
+        # stops, or reads its certificate again. It closes the pipe when it has stopped.
         signal.signal(signal_number, signal.SIG_IGN)
     # A crash in C tells its place on standard error.
     faulthandler.enable(2)

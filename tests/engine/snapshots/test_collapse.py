@@ -161,7 +161,7 @@ def test_what_is_being_collapsed_is_left_alone() -> None:
     assert transcript(items(partition.manager.persistence)) == "(0,16] a@15 b@16 ."
 
 
-def test_so_many_snapshots_are_put_together_at_a_time() -> None:
+def test_a_bounded_number_of_snapshots_is_put_together_at_a_time() -> None:
     partition = new_partition()
     leave_snapshots(partition, JOINED_SNAPSHOTS_MAX + 1, b"a")
     partition.manager.join_unwritten()

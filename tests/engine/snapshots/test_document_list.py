@@ -112,7 +112,7 @@ def test_a_numbered_array_keeps_its_chunk_when_the_range_is_the_same() -> None:
 # The window.
 
 
-def test_the_window_begins_anew_when_it_was_empty() -> None:
+def test_the_window_begins_again_when_it_was_empty() -> None:
     window = skip_flags(1, 0)
     assert not window
     window.extend(SeqNo(5), 2)

@@ -212,7 +212,7 @@ class BucketDisk:
         below what is indexed, or 0.
 
         For 0 its index entries are deleted first, in several steps, so that commits can come in
-        between. After a crash on the way the partition is as it was, and is indexed anew.
+        between. After a crash on the way the partition is as it was, and is indexed again.
 
         Args:
             partition: The partition.
@@ -235,7 +235,7 @@ class BucketDisk:
             return await self.ask(Truncate(name, partition, record, answers))
         except StorageError:
             if is_index_at_0:
-                # The partition stays as it is, and is indexed anew. Not noted before: commits of
+                # The partition stays as it is, and is indexed again. Not noted before: commits of
                 # others would wait for its index.
                 self.bucket.partitions[partition].note_index_progress(SeqNo(0), 0)
             raise
@@ -265,7 +265,7 @@ class BucketDisk:
     async def expire_on_disk(self, now: float) -> None:
         """Deletes items that have expired on disk. Deletions stay in memory until they are indexed;
         so it stops when memory is short, and when it has passed over many items that cannot be
-        deleted now. A later call goes on there, and begins anew behind the last.
+        deleted now. A later call continues there, and after the last one begins with the first.
 
         Raises:
             StorageError: The disk cannot tell, or the bucket was deleted.

@@ -105,7 +105,7 @@ class LeaseBook:
     def held_ranges(self) -> list[tuple[int, int, int]]:
         """(partition, start, end) of all ranges that clients and backfills hold now."""
         # An empty range marks a position. Compaction would keep the tombstones above it. To take
-        # the tuples as they are takes 2 ms for `LEASED_RANGES_MAX`; to make them anew took 12 ms.
+        # the tuples as they are takes 2 ms for `LEASED_RANGES_MAX`; to make new ones took 12 ms.
         of_clients = [
             leased_range
             for lease in self._unexpired()
