@@ -66,7 +66,8 @@ def class_archive(spark_home: None) -> None:
 
 @pytest.fixture(scope="session")
 def spark(class_archive: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[SparkSession]:
-    """A session of two cores in which the data source is known."""
+    """A session of two cores in which the data source is known. Spark runs a task that fails once
+    more, as on a cluster; it would not by itself on one machine."""
     if not java_is_there():
         pytest.fail("these tests need Java 17 or newer: `make test` installs it, or says how")
     with pytest.MonkeyPatch.context() as patch:
@@ -74,7 +75,7 @@ def spark(class_archive: None, tmp_path_factory: pytest.TempPathFactory) -> Iter
         patch.setenv("PYSPARK_DRIVER_PYTHON", sys.executable)
         patch.setenv("PYTHONPATH", str(ROOT))
         patch.setenv("SPARK_LOCAL_IP", "127.0.0.1")
-        builder = SparkSession.builder.master("local[2]").appName("tests")
+        builder = SparkSession.builder.master("local[2,2]").appName("tests")
         builder = builder.config("spark.local.dir", str(tmp_path_factory.mktemp("spark")))
         builder = builder.config(
             "spark.sql.warehouse.dir", str(tmp_path_factory.mktemp("warehouse"))

@@ -1,14 +1,10 @@
-"""Writers whose tasks are interrupted in the middle, and a program that has Spark run them again.
-
-`main`, with URL and HOW, writes 20,000 increments, with two attempts a task.
-"""
+"""Writers whose tasks are interrupted in the middle."""
 
 from __future__ import annotations
 
 import os
 import signal
 import socket
-import sys
 from collections.abc import Iterator
 
 import pyarrow as pa
@@ -17,7 +13,6 @@ from pyspark import TaskContext
 from pyspark.sql import SparkSession
 from pyspark.sql.types import StructType
 
-from tests.spark.conftest import SPARK_OPTIONS
 from upr_protocol.client import BlockingClient
 from upr_protocol.spark import UprDataSource
 from upr_protocol.spark.prepared_rows import PreparedRows
@@ -137,17 +132,3 @@ class Waiting(Interrupted):
     """See `WaitingWriter`."""
 
     writer_class = WaitingWriter
-
-
-def main() -> None:
-    builder = SparkSession.builder.master("local[2,2]")
-    for name, value in SPARK_OPTIONS.items():
-        builder = builder.config(name, value)
-    spark = builder.getOrCreate()
-    sources: dict[str, type[Interrupted]] = {
-        "raised": Interrupted,
-        "killed": Killed,
-        "changing": Changing,
-    }
-    for url, how in zip(sys.argv[1::2], sys.argv[2::2], strict=True):
-        write_increments(spark, url, sources[how], 2)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import datetime as dt
 import socket
-import subprocess
-import sys
 from collections.abc import Callable
 from decimal import Decimal
 from pathlib import Path
@@ -18,8 +16,15 @@ from pyspark.errors import AnalysisException, PySparkException
 from pyspark.sql import DataFrame, SparkSession
 
 from tests.kit.mirror import Mirror
-from tests.kit.process import ROOT, environment
-from tests.spark.interrupted import ROWS, Waiting, mutations, write_increments
+from tests.spark.interrupted import (
+    ROWS,
+    Changing,
+    Interrupted,
+    Killed,
+    Waiting,
+    mutations,
+    write_increments,
+)
 from tests.spark.server import BlockingServer, blocking_server
 from upr_protocol.client import BlockingClient, BlockingConsumer
 
@@ -272,30 +277,19 @@ def test_a_server_that_dies_in_the_middle_of_a_write(spark: SparkSession) -> Non
 # Tasks that are run again.
 
 
-def run_again(*arguments: str) -> subprocess.CompletedProcess[str]:
-    """Has a Spark of its own write increments, with two attempts a task."""
-    return subprocess.run(
-        # Spark's workers know the writers by their module, which must not be `__main__`.
-        [sys.executable, "-c", "from tests.spark.interrupted import main; main()", *arguments],
-        cwd=ROOT,
-        env=environment(PYSPARK_PYTHON=sys.executable, PYTHONPATH=str(ROOT)),
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=240,
-    )
-
-
-@pytest.mark.timeout(300)
-def test_tasks_that_run_again_have_no_second_effect(new_bucket: NewBucket) -> None:
-    raised, killed, changing = new_bucket(), new_bucket(), new_bucket()
-    result = run_again(raised, "raised", killed, "killed", changing, "changing")
-    for url in (raised, killed):
-        assert mutations(url) == ROWS, result.stderr[-4000:]
+def test_tasks_that_run_again_have_no_second_effect(
+    spark: SparkSession, new_bucket: NewBucket
+) -> None:
+    """Each has two attempts."""
+    for source in (Interrupted, Killed):
+        url = new_bucket()
+        write_increments(spark, url, source, 2)
+        assert mutations(url) == ROWS
         assert contents(url) == {b"key-%d" % n: b"1" for n in range(ROWS)}
-    assert result.returncode == 1
-    assert "[UPR_REPLAY_DIFFERS]" in result.stderr
-    assert 0 < mutations(changing) < ROWS
+    url = new_bucket()
+    with pytest.raises(PySparkException, match="UPR_REPLAY_DIFFERS"):
+        write_increments(spark, url, Changing, 2)
+    assert 0 < mutations(url) < ROWS
 
 
 # Streams that are begun again.
