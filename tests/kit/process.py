@@ -23,6 +23,10 @@ ROOT: Final = Path(__file__).resolve().parents[2]
 UPR_SERVER: Final = (sys.executable, "-m", "upr_server.entry")
 UPR: Final = (sys.executable, "-m", "upr_protocol.cli")
 
+AS_INSTALLED: Final = Path(__file__).parent / "as_installed"
+"""Comes first on the path of processes. In it there is no package rich: users who install us have
+none, and structlog would import it at each of a thousand starts."""
+
 START_TIMEOUT_S: Final = 60.0
 STOP_TIMEOUT_S: Final = 60.0
 """A slow machine with other work to do is no failure; a hang is."""
@@ -57,7 +61,12 @@ def environment(**changes: str) -> dict[str, str]:
         if name == VARIABLE or not name.startswith("UPR_")
     }
     # Of a crash in C the log has the place.
-    return {**variables, "PYTHONFAULTHANDLER": "1", **changes}
+    path = {
+        "PYTHONPATH": os.pathsep.join(
+            filter(None, (str(AS_INSTALLED), os.environ.get("PYTHONPATH")))
+        )
+    }
+    return {**variables, **path, "PYTHONFAULTHANDLER": "1", **changes}
 
 
 class ServerProcess:

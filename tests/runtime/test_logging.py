@@ -49,7 +49,7 @@ def logged(level: str, form: str, program: str = PROGRAM) -> list[str]:
     run = subprocess.run(
         [sys.executable, "-c", program, level, form],
         cwd=ROOT,
-        env=environment(),
+        env=environment(PYTHONPATH=""),
         capture_output=True,
         text=True,
         check=True,
@@ -88,7 +88,8 @@ def test_no_text_of_a_stranger_reaches_a_terminal_as_it_is(form: str) -> None:
 
 @pytest.mark.parametrize("form", ["console", "json"])
 def test_a_traceback_does_not_show_the_values_of_variables(form: str) -> None:
-    # With this package, which import-linter brings, structlog would show them by default.
+    # With this package, which import-linter brings, structlog would show them by default. Other
+    # processes of the tests run without it.
     assert find_spec("rich") is not None
     text = "\n".join(logged("info", form, FAILING_PROGRAM))
     assert "a fault of ours" in text
