@@ -93,8 +93,8 @@ class IndexerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         replicas: How many copies each slice has beside the first, the same at each node.
         links_max: How many links other nodes may have to this one, half of them from one host; 0
             for four times as many as they need.
-        undo_mutations: How many of the newest mutations can be undone when the server loses them;
-            beyond it a partition is indexed again from nothing.
+        undo_mutations: Of how many documents, those changed last, each slice can undo changes that
+            the server loses; beyond it the slice indexes the partition again from the beginning.
         log_level: The least severe event that is logged.
         log_format: `console` for people, `json` for machines.
     """
