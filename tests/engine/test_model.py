@@ -122,9 +122,9 @@ class Engine(RuleBasedStateMachine):
             reader.drain()
 
     @rule()
-    def consider_runs(self) -> None:
+    def consider_short_runs(self) -> None:
         for partition in self.bucket.partitions:
-            partition.manager.consider_runs()
+            partition.manager.consider_short_runs()
 
     @rule()
     def join_unwritten(self) -> None:

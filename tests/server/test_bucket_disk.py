@@ -736,7 +736,7 @@ async def test_a_bucket_is_deleted_just_as_it_has_something_to_collapse(
         for _ in range(7):
             put(partition, b"k")
             read(partition)
-        partition.manager.consider_runs()
+        partition.manager.consider_short_runs()
         assert partition.manager.needs_collapse
         return partition
 

@@ -23,8 +23,6 @@ SMALL: Final = (
     (collapse, "CHUNK_BYTES", 256),
     (collapse, "COLLAPSE_SNAPSHOTS_MIN", 3),
     (collapse, "COLLAPSE_BYTES_MIN", 512),
-    (collapse, "COLLAPSE_SNAPSHOTS_MAX", 6),
-    (collapse, "SMALL_BYTES", 128),
     (backfill, "READ_BYTES", 2048),
     (backfill, "READ_BYTES_MIN", 1024),
     (backfill, "QUEUE_BYTES", 8192),

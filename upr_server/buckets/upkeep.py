@@ -188,8 +188,8 @@ class Upkeep:
                 await _repeat(partial(partition.clean_expiries, EXPIRIES_STEP))
                 evict = partition.eviction.evict_tombstones
                 await _repeat(partial(evict, TOMBSTONES_STEP, partition.high_seq))
-                # Otherwise snapshots would wait until there are more of them.
-                partition.manager.consider_runs()
+                # Otherwise small snapshots would wait until there are more of them.
+                partition.manager.consider_short_runs()
                 answers = partition.repeated_batches.answers
                 if forgets_refusals and answers.forget_old_refusals():
                     await trio.lowlevel.checkpoint()

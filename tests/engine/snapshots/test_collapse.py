@@ -28,7 +28,6 @@ from upr_server.engine.snapshots.collapse import (
     BYTES_PER_MUTATION,
     CHUNK_BYTES,
     CHUNK_MUTATIONS,
-    COLLAPSE_SNAPSHOTS_MAX,
     COLLAPSE_SNAPSHOTS_MIN,
     JOINED_SNAPSHOTS_MAX,
     JOINED_SNAPSHOTS_MIN,
@@ -49,12 +48,6 @@ def leave_snapshots(partition: Partition, count: int, *keys: bytes) -> None:
 def closed_snapshots(partition: Partition) -> list[ClosedSnapshot]:
     snapshots = [entry.snapshot for entry in partition.snapshots.entries]
     return [snapshot for snapshot in snapshots if isinstance(snapshot, ClosedSnapshot)]
-
-
-def be_quiet(partition: Partition) -> None:
-    """Nothing comes for as long as it takes for the partition to count as quiet."""
-    for _ in range(3):
-        partition.manager.consider_runs()
 
 
 def collapse(partition: Partition, budget: int = 100) -> int:
@@ -95,7 +88,7 @@ def test_seven_small_snapshots_of_one_key_become_one() -> None:
     partition = new_partition()
     leave_snapshots(partition, 7, b"a")
     assert not partition.manager.needs_collapse
-    partition.manager.consider_runs()
+    partition.manager.consider_short_runs()
     collapse(partition)
     assert read(partition) == "(0,7] a@7 ."
 
@@ -109,7 +102,7 @@ def test_two_small_snapshots_on_each_side_of_a_cursor_become_one() -> None:
     leave_snapshots(partition, 2, b"a")
     front = cursor_at(partition, 5)
     leave_snapshots(partition, 2, b"a")
-    partition.manager.consider_runs()
+    partition.manager.consider_short_runs()
     collapse(partition)
     assert read(partition) == "(0,2] a@2 . (2,3] a@3 . (3,5] a@5 . (5,7] a@7 ."
     assert transcript(items(inside)) == "a@3 . (3,5] a@5 . (5,7] a@7 ."
@@ -173,7 +166,7 @@ def test_a_small_snapshot_is_not_reason_enough_to_copy_a_large_one() -> None:
     put(partition, *(b"%d" % index for index in range(100)))
     read(partition)
     leave_snapshots(partition, 1, b"a")
-    partition.manager.consider_runs()
+    partition.manager.consider_short_runs()
     assert not partition.manager.needs_collapse
 
 
@@ -183,7 +176,7 @@ def test_two_snapshots_that_are_not_small_wait_for_more() -> None:
         for _ in range(2):
             put(partition, b"a", value=bytes(value_bytes))
             read(partition, partition.snapshot_end)
-        partition.manager.consider_runs()
+        partition.manager.consider_short_runs()
         assert partition.manager.needs_collapse == is_wanted
 
 
@@ -193,12 +186,12 @@ def test_short_runs_are_looked_for_only_after_a_cursor_has_moved() -> None:
         PartitionId(0), lambda: HistoryId(1), on_collapsible=lambda: calls.append(1)
     )
     leave_snapshots(partition, 2, b"a")
-    partition.manager.consider_runs()
+    partition.manager.consider_short_runs()
     assert calls == [1]
     collapse(partition)
     # The collapsed snapshot may fit together with an older one.
     assert partition.manager._has_released
-    partition.manager.consider_runs()
+    partition.manager.consider_short_runs()
     assert not partition.manager._has_released
     assert calls == [1]
 
@@ -406,77 +399,6 @@ def test_large_snapshots_are_collapsed_by_their_size() -> None:
     assert read(partition).count("@") == 3000
 
 
-def test_snapshots_wait_until_they_come_to_half_of_the_next_older_one() -> None:
-    """Else each would be copied with its neighbours, and again with the older one."""
-    partition = new_partition()
-    big(partition, 0, 5000)
-    for low in range(0, 2000, 500):
-        big(partition, low, low + 500)
-        assert not partition.manager.needs_collapse
-    big(partition, 1900, 2500)
-    assert partition.manager.needs_collapse
-    collapse(partition, 2000)
-    assert len(partition.snapshots) == 2
-    assert partition.manager.statistics()["collapses"] == 1
-    assert read(partition).count("@") == 5000
-
-
-def test_snapshots_behind_a_cursor_do_not_wait() -> None:
-    """Its reader has less to read."""
-    partition = new_partition()
-    big(partition, 0, 5000)
-    late = cursor_at(partition, partition.snapshot_end)
-    big(partition, 0, 500)
-    big(partition, 250, 750)
-    assert partition.manager.needs_collapse
-    collapse(partition, 2000)
-    assert len(partition.snapshots) == 3
-    assert transcript(items(late)).count("@") == 750
-
-
-def test_new_keys_are_collapsed_when_no_more_come() -> None:
-    partition = new_partition()
-    for low in range(0, 4000, 500):
-        big(partition, low, low + 500)
-    assert not partition.manager.needs_collapse
-    partition.manager.consider_runs()
-    assert not partition.manager.needs_collapse, "many came since the last look"
-    partition.manager.consider_runs()
-    collapse(partition, 2000)
-    assert len(partition.snapshots) == 2
-    # The merged snapshot may fit together with others, and then there is nothing left to do.
-    be_quiet(partition)
-    assert not partition.manager.needs_collapse
-    assert partition.manager._is_tidy
-
-
-def test_new_keys_that_the_table_had_forgotten_do_not_wait() -> None:
-    partition = new_partition()
-    big(partition, 0, 500)
-    send(partition, *(Mutation(Operation.DELETE, b"key %6d" % index) for index in range(500)))
-    persist(partition)
-    assert partition.table.evict(1000, 1000) == 500
-    big(partition, 0, 500)
-    closed_snapshots(partition)[-1].renews_keys = False
-    big(partition, 500, 1000)
-    persist(partition)
-    assert partition.manager.needs_collapse
-    collapse(partition, 2000)
-    assert read(partition).count("@") == 1000
-
-
-def test_so_many_snapshots_do_not_wait() -> None:
-    """Though they are not small, and come to less than half of the oldest."""
-    partition = new_partition()
-    big(partition, 0, 9000)
-    for low in range(COLLAPSE_SNAPSHOTS_MAX):
-        assert not partition.manager.needs_collapse
-        big(partition, low, low + 66)
-    assert partition.manager.needs_collapse
-    collapse(partition, 2000)
-    assert [snapshot.nbytes > 1 << 22 for snapshot in closed_snapshots(partition)] == [True, False]
-
-
 def test_long_chunks_without_superseded_mutations_are_shared_not_copied() -> None:
     partition = new_partition()
     big(partition, 0, 2000)
@@ -496,7 +418,6 @@ def test_no_key_is_looked_at_where_all_were_new() -> None:
     before = all_chunks(partition)
     assert len(before) == 2
     assert not any(snapshot.renews_keys for snapshot in closed_snapshots(partition))
-    be_quiet(partition)
     assert collapse(partition, 10) == 1, "a chunk that stays as it is costs one"
     assert len(partition.snapshots) == 2
     assert all(map(operator.is_, all_chunks(partition), before))
@@ -525,7 +446,6 @@ def test_chunks_that_result_are_neither_short_nor_long() -> None:
     partition = new_partition()
     for low in range(0, 4000, 500):
         big(partition, low, low + 500, 100)
-    be_quiet(partition)
     collapse(partition, 2000)
     chunks = all_chunks(partition)
     assert sum(chunk.count for chunk in chunks) == 4000

@@ -22,7 +22,6 @@ from upr_server.engine.partition import Partition
 from upr_server.engine.repeated_batches import RepeatedBatches
 from upr_server.engine.replica_progress import ReplicaProgress
 from upr_server.engine.snapshots import manager as managers
-from upr_server.engine.snapshots.collapse import Occasion
 from upr_server.engine.snapshots.cursor import Cursor
 from upr_server.engine.snapshots.snapshot_entry import SnapshotEntry
 from upr_server.engine.snapshots.snapshot_list import SnapshotList
@@ -59,7 +58,7 @@ def collapse_under_cursor() -> Iterator[None]:
     """Snapshots are collapsed while cursors read them."""
 
     def entries_to_collapse(
-        entries: Sequence[SnapshotEntry], entry: SnapshotEntry, *_: Occasion, **__: object
+        entries: Sequence[SnapshotEntry], entry: SnapshotEntry, **_: bool
     ) -> list[SnapshotEntry] | None:
         del entry
         return list(entries[:-1]) if len(entries) > 2 else None

@@ -3,15 +3,9 @@
 A run of neighbours may be collapsed if no cursor stands inside any of them, nor at the front of any
 but the first: a cursor at the front of the first reads the collapsed snapshot as well as it would
 have read them all. Size decides whether it is worth it, as in a log-structured merge: a snapshot is
-rewritten only together with newer ones that come to half its size at least. So the sizes that stay
-fall by half from one to the next, and all of them together come to about twice the oldest one,
-whose keys are unique.
-
-What supersedes nothing is not worth a copy, however large it is: only its chunks would become
-longer, and a bucket that is being loaded has no time for that. Nor is what would have to be copied
-again soon: snapshots wait until they come to half of the next older one, and are collapsed with it.
-Where they end at a cursor they do not wait, as its reader is late, and has less to read then. Once
-a partition is quiet, its snapshots are collapsed where their sizes say so, for readers to come.
+rewritten only together with newer ones that come to half its size at least. So a mutation is copied
+a logarithmic number of times, the sizes that stay fall by half from one to the next, and all of
+them together come to about twice the oldest one, whose keys are unique.
 
 The work is done in steps beside the snapshots: first each chunk's keys go into a table, which tells
 what is superseded, then the rest is gathered. The result replaces the snapshots at the end at once,
@@ -25,7 +19,6 @@ import sys
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Iterator, Sequence
-from enum import Enum
 from operator import attrgetter
 from typing import Final
 
@@ -39,15 +32,8 @@ COLLAPSE_SNAPSHOTS_MIN: Final = 8
 """Small snapshots are collapsed so many at a time while more of them come: a collapse costs 20 to
 50 µs, however little is in it."""
 
-SMALL_BYTES: Final = 64 * 1024
-"""What small snapshots have at most, in the mean."""
-
-COLLAPSE_SNAPSHOTS_MAX: Final = 64
-"""So many are collapsed where any of them may supersede something, whatever their sizes: this
-bounds the list, and how far a cursor that leaves a snapshot looks."""
-
 SHORT_RUN_SNAPSHOTS_MIN: Final = 2
-"""From time to time so many are enough: see `MutationManager.consider_runs`."""
+"""From time to time so many are enough: see `MutationManager.consider_short_runs`."""
 
 SHORT_RUN_BYTES_MAX: Final = 64 * 1024
 """As long as they come to no more than this, which costs 100 µs. Larger ones wait until their bytes
@@ -61,8 +47,7 @@ JOINED_SNAPSHOTS_MAX: Final = 64
 """And not more at a time, which bounds the step."""
 
 COLLAPSE_BYTES_MIN: Final = 256 * 1024
-"""Two are enough when the newer ones come to this and supersede something: then their bytes are
-what matters."""
+"""Two are enough when the newer ones come to this: then their bytes are what matters."""
 
 CHUNK_BYTES: Final = 512 * 1024
 """Chunks that result are about this long. Each chunk costs the server and every consumer some steps
@@ -87,20 +72,11 @@ encoded for the first time and when it is put together with others."""
 _START: Final = attrgetter("start")
 
 
-class Occasion(Enum):
-    """When a run is looked for."""
-
-    CURSOR_LEFT = "a cursor has left a snapshot"
-    PERIODIC = "cursors have left snapshots since the last look"
-    QUIET = "next to nothing was written since the last look"
-
-
 def entries_to_collapse(
     entries: Sequence[SnapshotEntry],
     entry: SnapshotEntry,
-    occasion: Occasion = Occasion.CURSOR_LEFT,
     *,
-    evicted_through: int = 0,
+    may_be_short: bool = False,
     shortest: bool = False,
 ) -> list[SnapshotEntry] | None:
     """The run around `entry` that should be collapsed, or None. O(log entries + run).
@@ -108,48 +84,10 @@ def entries_to_collapse(
     Args:
         entries: All entries, oldest first; the last one holds the open snapshot.
         entry: Where something changed.
-        occasion: Why it is looked for. Periodically two snapshots are enough, if all of them are
-            small. When it is quiet they are also enough if only chunks become longer.
-        evicted_through: The table has forgotten keys up to this number: a snapshot may supersede
-            them without knowing.
+        may_be_short: Whether two snapshots are enough, if all of them are small.
         shortest: Whether to look only as far as shows that there is a run. That matters while the
             disk is behind with very many snapshots.
     """
-    last_index = _last_of_run(entries, entry)
-    if last_index is None:
-        return None
-    is_quiet = occasion is Occasion.QUIET
-    bytes_max = SHORT_RUN_BYTES_MAX if occasion is Occasion.PERIODIC else sys.maxsize
-    first_index, newer_bytes = last_index, 0
-    total_bytes = entries[last_index].snapshot.nbytes
-    is_enough = supersedes = is_kept_from_older = False
-    while first_index and not entries[first_index].front_count and not (shortest and is_enough):
-        older = entries[first_index - 1]
-        size = older.snapshot.nbytes
-        if older.inside_count or size > bytes_max - total_bytes:
-            break
-        if size > 2 * total_bytes:
-            # An older snapshot that is more than twice as large is left out: to copy it for the few
-            # bytes of the newer ones would cost more than it frees.
-            is_kept_from_older = True
-            break
-        if not supersedes:
-            supersedes = evicted_through > older.start or _renews_keys(entries[first_index])
-        first_index, newer_bytes, total_bytes = first_index - 1, total_bytes, total_bytes + size
-        count = last_index - first_index + 1
-        is_enough = _are_small(count, total_bytes, occasion) or (
-            is_quiet and newer_bytes >= COLLAPSE_BYTES_MIN
-        )
-        if count >= COLLAPSE_SNAPSHOTS_MAX and not is_quiet:
-            is_enough = is_enough or supersedes
-            break
-    if not is_enough and supersedes and not is_kept_from_older:
-        is_enough = newer_bytes >= COLLAPSE_BYTES_MIN
-    return list(entries[first_index : last_index + 1]) if is_enough else None
-
-
-def _last_of_run(entries: Sequence[SnapshotEntry], entry: SnapshotEntry) -> int | None:
-    """Where the run of free entries around `entry` ends; None if it cannot be in one."""
     closed_count = len(entries) - 1
     if entry.inside_count or not closed_count:
         return None
@@ -160,19 +98,24 @@ def _last_of_run(entries: Sequence[SnapshotEntry], entry: SnapshotEntry) -> int 
             return None
     while last_index + 1 < closed_count and entries[last_index + 1].is_free:
         last_index += 1
-    return last_index
-
-
-def _are_small(count: int, nbytes: int, occasion: Occasion) -> bool:
-    """Whether so many snapshots are worth a collapse because there are many for their bytes."""
-    if occasion is not Occasion.CURSOR_LEFT and nbytes <= SHORT_RUN_BYTES_MAX:
-        return count >= SHORT_RUN_SNAPSHOTS_MIN
-    return count >= COLLAPSE_SNAPSHOTS_MIN and nbytes <= count * SMALL_BYTES
-
-
-def _renews_keys(entry: SnapshotEntry) -> bool:
-    snapshot = entry.snapshot
-    return not isinstance(snapshot, ClosedSnapshot) or snapshot.renews_keys
+    first_index, newer_bytes = last_index, 0
+    snapshots_min = SHORT_RUN_SNAPSHOTS_MIN if may_be_short else COLLAPSE_SNAPSHOTS_MIN
+    total_bytes = entries[last_index].snapshot.nbytes
+    bytes_max = SHORT_RUN_BYTES_MAX if may_be_short else sys.maxsize
+    is_enough = False
+    while first_index and not entries[first_index].front_count and not (shortest and is_enough):
+        older = entries[first_index - 1]
+        size = older.snapshot.nbytes
+        # An older snapshot that is more than twice as large is left out: to copy it for the few
+        # bytes of the newer ones would cost more than it frees. So each mutation is copied only a
+        # few times.
+        if older.inside_count or size > 2 * total_bytes or size > bytes_max - total_bytes:
+            break
+        first_index, newer_bytes, total_bytes = first_index - 1, total_bytes, total_bytes + size
+        is_enough = (
+            last_index - first_index >= snapshots_min - 1 or newer_bytes >= COLLAPSE_BYTES_MIN
+        )
+    return list(entries[first_index : last_index + 1]) if is_enough else None
 
 
 def entries_to_join(entry: SnapshotEntry) -> list[SnapshotEntry]:

@@ -25,7 +25,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from itertools import pairwise
-from typing import Final
 
 import msgspec
 
@@ -36,17 +35,12 @@ from upr_server.engine.memory_account import MemoryAccount
 from upr_server.engine.snapshots.closed_snapshot import ClosedSnapshot
 from upr_server.engine.snapshots.collapse import (
     Collapse,
-    Occasion,
     entries_to_collapse,
     entries_to_join,
 )
 from upr_server.engine.snapshots.cursor import BackfillNeeded, Cursor, PersistenceCursor
 from upr_server.engine.snapshots.snapshot_entry import SnapshotEntry
 from upr_server.engine.snapshots.snapshot_list import SnapshotList
-
-QUIET_MUTATIONS: Final = 64
-"""A partition is quiet while no more than so many are numbered from one call of `consider_runs` to
-the next."""
 
 
 class Registration(msgspec.Struct, frozen=True):
@@ -86,10 +80,8 @@ class MutationManager:
         "_collapsed_count",
         "_freed_count",
         "_has_released",
-        "_is_tidy",
         "_memory",
         "_on_collapsible",
-        "_seq_considered",
         "_table",
         "dropped_count",
         "persistence",
@@ -108,14 +100,11 @@ class MutationManager:
         self._table = table
         self._on_collapsible = on_collapsible
         self.snapshots: SnapshotList[Cursor] = SnapshotList(start, rows, memory, self._released)
-        # Entries around which something to collapse may be found, in their order, each with the
-        # occasion.
-        self._candidates: dict[SnapshotEntry, Occasion] = {}
-        # Whether a cursor has left an entry since `consider_runs` was called; whether that call
-        # found the partition quiet; and the highest number at that call.
+        # Entries around which something to collapse may be found, in their order, each with whether
+        # two snapshots are enough.
+        self._candidates: dict[SnapshotEntry, bool] = {}
+        # Whether a cursor has left an entry since `consider_short_runs` was called.
         self._has_released = False
-        self._is_tidy = True
-        self._seq_considered = start
         self._collapse: Collapse | None = None
         self._collapsed_count = self._freed_count = 0
         self.dropped_count = 0
@@ -312,26 +301,22 @@ class MutationManager:
             self._finish(collapse)
         return self.needs_collapse
 
-    def consider_runs(self) -> None:
-        """Has snapshots collapsed that cursors have left, and that were not worth it at once. Any
-        two small neighbours of like size: if they were collapsed as soon as a cursor leaves, a
-        consumer that follows small writes would cost a collapse for each. And once the partition is
-        quiet, large ones: while a bucket is loaded, that would slow it down.
+    def consider_short_runs(self) -> None:
+        """Has snapshots collapsed that cursors have left and that are too few and too small to be
+        collapsed at once: any two small neighbours of like size.
 
-        To be called each second or so.
+        To be called from time to time. If every two were collapsed as soon as a cursor leaves, a
+        consumer that follows small writes would cost a collapse for each.
 
-        O(1) if no cursor has moved and nothing is left to do; otherwise O(snapshots).
+        O(1) if no cursor has moved since the last call; otherwise O(snapshots).
         """
-        if not self._has_released and self._is_tidy:
+        if not self._has_released:
             return
-        high_seq = self.snapshots.high_seq
-        is_quiet = high_seq - self._seq_considered <= QUIET_MUTATIONS
-        self._has_released, self._is_tidy, self._seq_considered = False, is_quiet, high_seq
-        occasion = Occasion.QUIET if is_quiet else Occasion.PERIODIC
+        self._has_released = False
         for entry, next_entry in pairwise(self.snapshots.entries):
             # A run is looked for from the newest entry that may belong to it.
             if not next_entry.is_free or next_entry.next_entry is None:
-                self._consider(entry, occasion)
+                self._consider(entry, may_be_short=True)
 
     def join_unwritten(self) -> int:
         """Collapses the small snapshots that the disk's cursor comes to next, if no other cursor
@@ -360,40 +345,29 @@ class MutationManager:
         if not entry.inside_count:
             self._consider(entry)
 
-    def _consider(self, entry: SnapshotEntry, occasion: Occasion = Occasion.CURSOR_LEFT) -> None:
+    def _consider(self, entry: SnapshotEntry, *, may_be_short: bool = False) -> None:
         """Makes `entry` a candidate, if there is a run to collapse around it."""
         entries = self.snapshots.entries
         if (
             entry.inside_count
             or entry in self._candidates
             or entry.start < entries[0].start
-            or self._run_around(entry, occasion, shortest=True) is None
+            or entries_to_collapse(entries, entry, may_be_short=may_be_short, shortest=True) is None
         ):
             return
         needed_collapse = self.needs_collapse
-        self._candidates[entry] = occasion
+        self._candidates[entry] = may_be_short
         self._tell_of_collapse(needed_collapse)
 
     def _next_collapse(self) -> Collapse | None:
         while self._candidates:
-            entry, occasion = next(iter(self._candidates.items()))
+            entry, may_be_short = next(iter(self._candidates.items()))
             del self._candidates[entry]
             # Cursors may have come since it became a candidate.
-            run = self._run_around(entry, occasion)
+            run = entries_to_collapse(self.snapshots.entries, entry, may_be_short=may_be_short)
             if run is not None:
                 return self._collapse_of(run)
         return None
-
-    def _run_around(
-        self, entry: SnapshotEntry, occasion: Occasion, *, shortest: bool = False
-    ) -> list[SnapshotEntry] | None:
-        return entries_to_collapse(
-            self.snapshots.entries,
-            entry,
-            occasion,
-            evicted_through=self._table.evicted_through,
-            shortest=shortest,
-        )
 
     def _collapse_of(self, run: list[SnapshotEntry]) -> Collapse:
         snapshots = [self.snapshots.close(entry) for entry in run]
