@@ -4,7 +4,8 @@ It is built in C where there is a compiler (`native`), and has a twin in Python 
 the same. `UPR_PURE_PYTHON=1` takes the twin even where the native one is there. See
 docs/adr/0018-native-kernel.md.
 
-The kernel imports nothing of the other packages, and knows of them only how a chunk is encoded.
+The kernel imports nothing of the other packages, and knows of them only how chunks, frames and the
+disk's records are encoded.
 """
 
 from os import environ

@@ -26,8 +26,8 @@ class SharedServer:
         self._server: ServerProcess | None = None
 
     @asynccontextmanager
-    async def used(self) -> AsyncIterator[ServerProcess]:
-        """The server, for a test. Whoever fails with it ends it: the next one begins anew."""
+    async def use(self) -> AsyncIterator[ServerProcess]:
+        """The server, for a test. A test that fails kills it, and the next one starts another."""
         server = await trio.to_thread.run_sync(self._running)
         try:
             yield server
@@ -41,13 +41,13 @@ class SharedServer:
             raise
 
     def stop(self) -> None:
-        """Ends it as `server_process` does, with all that this checks; nothing if none runs."""
+        """Stops the server with all the checks of `server_process`, if one runs."""
         context, self._context, self._server = self._context, None, None
         if context is not None:
             self._thread.run(lambda: context.__aexit__(None, None, None))
 
     def kill(self) -> None:
-        """Ends it, whatever it does; nothing if none runs."""
+        """Kills the server, if one runs, and checks nothing."""
         if self._server is not None:
             self._server.kill()
             context, self._context, self._server = self._context, None, None

@@ -24,10 +24,10 @@ from tests.spark.spark_home import SPARK_HOME
 
 _JAVA_HOME: Final = os.environ.get("JAVA_HOME")
 _JAVA: Final = shutil.which("java", path=f"{_JAVA_HOME}/bin" if _JAVA_HOME else None) or ""
-_FITS: Final = zlib.crc32(f"{os.path.realpath(_JAVA)} {SPARK_HOME}".encode())
+_JAVA_AND_JARS: Final = zlib.crc32(f"{os.path.realpath(_JAVA)} {SPARK_HOME}".encode())
 """An archive is of one Java, and of JARs at one place."""
 
-ARCHIVE: Final = ROOT / "build" / f"spark-{pyspark.__version__}-{_FITS:08x}.jsa"
+ARCHIVE: Final = ROOT / "build" / f"spark-{pyspark.__version__}-{_JAVA_AND_JARS:08x}.jsa"
 
 SHORT_LIVED_JAVA: Final = "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC"
 """Most of a short life is compiling."""

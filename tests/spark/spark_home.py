@@ -1,8 +1,8 @@
 """Spark's folder for the tests, without the copy of PySpark that is in an archive.
 
 Spark puts `python/lib/pyspark.zip` of its folder before all else that its Python processes import
-from. From an archive Python compiles PySpark anew in each process, and it reads the archive's list
-of files again for each task. That was a third of the processor time of these tests. Where there is
+from. From an archive Python compiles PySpark in each process, and it reads the archive's list of
+files for each task. That was a third of the processor time of these tests. Where there is
 no archive, the processes import the same PySpark as it is installed, which is compiled already.
 """
 

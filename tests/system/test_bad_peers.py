@@ -92,7 +92,7 @@ SEND_TIMEOUT: Final = "send timeout; closing connection"
 
 
 @pytest.fixture(scope="module")
-def shared() -> Iterator[SharedServer]:
+def shared_server() -> Iterator[SharedServer]:
     with trio_thread() as thread:
         server = SharedServer(thread, DEADLINES)
         yield server
@@ -101,7 +101,7 @@ def shared() -> Iterator[SharedServer]:
 
 @asynccontextmanager
 async def attacked(
-    shared: SharedServer | None = None,
+    shared_server: SharedServer | None = None,
     *,
     grows_at_most: int = 32 * MIB,
     items: int = 0,
@@ -113,19 +113,19 @@ async def attacked(
     `grows_at_most` bytes more than when it began; and that is seen at its worst moment.
 
     Args:
-        shared: The server that tests share, if this one needs none of its own.
+        shared_server: The server that tests share, if this one needs none of its own.
         grows_at_most: Bytes.
         items: How many items are in the bucket: `key-0`, and so on.
         value_bytes: How long their values are.
         descriptors_max: How many descriptors the server may have.
         step_max_s: How long a task may hold the loop, in seconds of the processor.
     """
-    started = (
+    server_context = (
         server_process(descriptors_max=descriptors_max, variables=DEADLINES)
-        if shared is None
-        else shared.used()
+        if shared_server is None
+        else shared_server.use()
     )
-    async with started as server:
+    async with server_context as server:
         async with connect(server.url()) as client:
             await client.create_bucket(BUCKET, PARTITIONS)
         async with publisher(server.url(BUCKET)) as sink:
@@ -142,7 +142,7 @@ async def attacked(
             assert longest_turn_s < LONGEST_TURN_S, f"the loop was held for {longest_turn_s:.1f} s"
         grown = server.peak_bytes - before
         assert grown < grows_at_most, f"it grew by {grown / MIB:.1f} MiB"
-        if shared is not None:
+        if shared_server is not None:
             await leave_nothing(server)
 
 
@@ -182,9 +182,9 @@ async def send_what_goes(bad: Peer, data: bytes, times: int = 1) -> None:
 # Bytes that are no message.
 
 
-async def test_random_bytes(shared: SharedServer) -> None:
+async def test_random_bytes(shared_server: SharedServer) -> None:
     draw = random.Random(1)
-    async with attacked(shared) as server:
+    async with attacked(shared_server) as server:
         for opened in [False, True] * 50:
             garbage = draw.randbytes(draw.choice((24, 100, 5_000, 300_000)))
             bucket = BUCKET if opened else ""
@@ -196,10 +196,10 @@ async def test_random_bytes(shared: SharedServer) -> None:
                 await bad.expect_error(Status.BAD_MAGIC)
 
 
-async def test_damaged_frames(shared: SharedServer) -> None:
+async def test_damaged_frames(shared_server: SharedServer) -> None:
     """Every byte of a frame but the magic is covered by one of its checksums."""
     frame = b"".join(Hello("test:peer", (VERSION,), 0, MIB, 3600).frame_buffers())
-    async with attacked(shared) as server:
+    async with attacked(shared_server) as server:
         for offset in range(2, len(frame)):
             async with peer(server.host, server.port, greeted=False) as bad:
                 await bad.send_bytes(
@@ -208,23 +208,26 @@ async def test_damaged_frames(shared: SharedServer) -> None:
                 await bad.expect_error(Status.BAD_CHECKSUM)
 
 
-async def test_frames_of_an_unknown_message_are_refused(shared: SharedServer) -> None:
-    async with attacked(shared) as server:
+async def test_frames_of_an_unknown_message_are_refused(shared_server: SharedServer) -> None:
+    async with attacked(shared_server) as server:
         for opcode in (0x00, 0x03, 0x7F, 0x80, 0xFE):
             async with peer(server.host, server.port) as bad:
                 await bad.send_bytes(pack_header(opcode, 0, 0, 0, 0, 0))
                 await bad.expect_error(Status.UNKNOWN_MESSAGE)
 
 
-async def test_another_protocol(shared: SharedServer) -> None:
+async def test_another_protocol(shared_server: SharedServer) -> None:
     """What a browser would hear."""
-    async with attacked(shared) as server, peer(server.host, server.port, greeted=False) as bad:
+    async with (
+        attacked(shared_server) as server,
+        peer(server.host, server.port, greeted=False) as bad,
+    ):
         await bad.send_bytes(b"GET / HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n")
         assert (await bad.expect_error(Status.BAD_MAGIC)).advice == ADVICE[Status.BAD_MAGIC]
 
 
-async def test_another_version(shared: SharedServer) -> None:
-    async with attacked(shared) as server:
+async def test_another_version(shared_server: SharedServer) -> None:
+    async with attacked(shared_server) as server:
         async with peer(server.host, server.port, greeted=False) as bad:
             await bad.send(Hello("test:peer", (VERSION + 1, 200), 0, MIB, 20))
             error = await bad.expect_error(Status.BAD_VERSION)
@@ -239,8 +242,8 @@ async def test_another_version(shared: SharedServer) -> None:
 # Frames that are too long: the header says so, and nothing more is waited for.
 
 
-async def test_lengths_of_up_to_4_gib(shared: SharedServer) -> None:
-    async with attacked(shared) as server:
+async def test_lengths_of_up_to_4_gib(shared_server: SharedServer) -> None:
+    async with attacked(shared_server) as server:
         for length in (0xFFFF_FFF8, FRAME_BODY_BYTES_MAX + 8):
             for kind in (Hello, Open, Mutate, Get, Barrier):
                 for _ in range(10):
@@ -253,8 +256,11 @@ async def test_lengths_of_up_to_4_gib(shared: SharedServer) -> None:
                         await bad.expect_error(Status.FRAME_TOO_LONG, streaming=kind is Barrier)
 
 
-async def test_a_stranger_gets_no_more_than_4_kib(shared: SharedServer) -> None:
-    async with attacked(shared) as server, peer(server.host, server.port, greeted=False) as bad:
+async def test_a_stranger_gets_no_more_than_4_kib(shared_server: SharedServer) -> None:
+    async with (
+        attacked(shared_server) as server,
+        peer(server.host, server.port, greeted=False) as bad,
+    ):
         await bad.send_bytes(pack_header(Hello.opcode, 0, 0, 0, 4096 + 8, 0))
         await bad.expect_error(Status.FRAME_TOO_LONG)
 
@@ -303,8 +309,8 @@ OUT_OF_TURN: Final[dict[str, tuple[bool, Message]]] = {
 }
 
 
-async def test_frames_out_of_turn(shared: SharedServer, subtests: pytest.Subtests) -> None:
-    async with attacked(shared) as server:
+async def test_frames_out_of_turn(shared_server: SharedServer, subtests: pytest.Subtests) -> None:
+    async with attacked(shared_server) as server:
         for case, (greeted, message) in OUT_OF_TURN.items():
             with subtests.test(case):
                 async with peer(server.host, server.port, greeted=greeted) as bad:
@@ -334,9 +340,9 @@ IN_AN_OPEN_BUCKET: Final[dict[str, tuple[Status, Sequence[Message]]]] = {
 
 
 async def test_messages_that_an_open_bucket_does_not_allow_are_refused(
-    shared: SharedServer, subtests: pytest.Subtests
+    shared_server: SharedServer, subtests: pytest.Subtests
 ) -> None:
-    async with attacked(shared) as server:
+    async with attacked(shared_server) as server:
         for case, (status, messages) in IN_AN_OPEN_BUCKET.items():
             with subtests.test(case):
                 async with peer(server.host, server.port, BUCKET) as bad:
@@ -344,11 +350,11 @@ async def test_messages_that_an_open_bucket_does_not_allow_are_refused(
                     await bad.expect_error(status, streaming=True)
 
 
-async def test_too_many_barriers(shared: SharedServer) -> None:
+async def test_too_many_barriers(shared_server: SharedServer) -> None:
     """Barriers stay open while the window is shut: the 65th is one too many, and none may be sent
     again."""
     cookies = [b"%d" % index for index in range(OPEN_BARRIERS_MAX + 1)]
-    async with attacked(shared, items=1000, value_bytes=1000) as server:
+    async with attacked(shared_server, items=1000, value_bytes=1000) as server:
         for status, message in (
             (Status.TOO_MANY, cookies),
             (Status.COOKIE_IN_USE, [b"twice", b"twice"]),
@@ -364,11 +370,11 @@ async def test_too_many_barriers(shared: SharedServer) -> None:
 # Peers that are silent, or gone without a word.
 
 
-async def test_a_half_open_connection(shared: SharedServer) -> None:
+async def test_a_half_open_connection(shared_server: SharedServer) -> None:
     """The cable is pulled. The server gives the peer up after two idle intervals; the client too,
     and connects again once there is a cable, and misses nothing."""
     async with (
-        attacked(shared) as server,
+        attacked(shared_server) as server,
         proxy_to(server.host, server.port) as proxy,
         publisher(server.url(BUCKET)) as sink,
         connect(server.url(BUCKET)) as client,
@@ -406,18 +412,18 @@ async def test_a_half_open_connection(shared: SharedServer) -> None:
         nursery.cancel_scope.cancel()
 
 
-async def test_a_peer_that_falls_silent(shared: SharedServer) -> None:
+async def test_a_peer_that_falls_silent(shared_server: SharedServer) -> None:
     async with (
-        attacked(shared) as server,
+        attacked(shared_server) as server,
         peer(server.host, server.port, BUCKET, idle_interval_s=1) as bad,
     ):
         await bad.stream_all()
         await bad.expect_error(Status.IDLE, streaming=True)
 
 
-async def test_peers_that_never_send_hello(shared: SharedServer) -> None:
+async def test_peers_that_never_send_hello(shared_server: SharedServer) -> None:
     hello = b"".join(Hello("test:peer", (VERSION,), 0, MIB, 3600).frame_buffers())
-    async with attacked(shared) as server, trio.open_nursery() as nursery:
+    async with attacked(shared_server) as server, trio.open_nursery() as nursery:
 
         async def say(data: bytes) -> None:
             async with peer(server.host, server.port, greeted=False) as bad:
@@ -454,14 +460,14 @@ def _get(*keys: bytes) -> Message:
     ],
 )
 async def test_floods_of_requests_from_peers_that_do_not_read(
-    shared: SharedServer, items: int, value_bytes: int, question: Message, grows_at_most: int
+    shared_server: SharedServer, items: int, value_bytes: int, question: Message, grows_at_most: int
 ) -> None:
     """Eight peers ask, at once and on and on, and leave the answers lying. They are let go once
     they have taken nothing for too long."""
     frame = b"".join(question.frame_buffers())
     questions = frame * (256 * 1024 // len(frame) + 1)
     async with attacked(
-        None if items else shared,
+        None if items else shared_server,
         grows_at_most=grows_at_most,
         items=items,
         value_bytes=value_bytes,
@@ -498,12 +504,12 @@ async def test_consumers_that_do_not_read() -> None:
         await until_gone(server)
 
 
-async def test_a_consumer_that_acknowledges_nothing(shared: SharedServer) -> None:
+async def test_a_consumer_that_acknowledges_nothing(shared_server: SharedServer) -> None:
     """It gets its window and the rest of one chunk. It may still ask, and is answered. When it does
     acknowledge, the rest comes; and its barrier, though the window is shut again by then."""
     items = 500
     async with (
-        attacked(shared, items=items, value_bytes=10_000) as server,
+        attacked(shared_server, items=items, value_bytes=10_000) as server,
         peer(server.host, server.port, greeted=False) as bad,
     ):
         await bad.greet(window_bytes=WINDOW_BYTES_MIN)
@@ -630,13 +636,13 @@ def _framed(chunk: Buffer, opaque: int) -> bytes:
     return pack_header(Mutate.opcode, 0, 0, opaque, len(body), crc32c(body)) + body
 
 
-async def test_a_damaged_chunk_is_applied_refused_or_malformed(shared: SharedServer) -> None:
+async def test_a_damaged_chunk_is_applied_refused_or_malformed(shared_server: SharedServer) -> None:
     """A valid chunk with some bytes changed, cut or added, in a frame whose checksums are right: it
     is done, refused or called malformed, and that is all that can happen."""
     draw = random.Random(3)
     whole = _published()
     replies: Counter[type[Message]] = Counter()
-    async with attacked(shared) as server, AsyncExitStack() as stack:
+    async with attacked(shared_server) as server, AsyncExitStack() as stack:
         bad: Peer | None = None
         for opaque in range(1, 1001):
             if bad is None:
@@ -659,10 +665,10 @@ async def test_a_damaged_chunk_is_applied_refused_or_malformed(shared: SharedSer
     assert min(replies.values()) > 50, replies
 
 
-async def test_names_that_are_too_long_to_be_repeated(shared: SharedServer) -> None:
+async def test_names_that_are_too_long_to_be_repeated(shared_server: SharedServer) -> None:
     """A refusal names what it refuses, as far as it has room."""
     name = "\x01" * 4000
-    async with attacked(shared) as server, peer(server.host, server.port) as bad:
+    async with attacked(shared_server) as server, peer(server.host, server.port) as bad:
         for request, status in (
             (Open(name, opaque=1), Status.NO_BUCKET),
             (CreateBucket(name, opaque=2), Status.BAD_ARGUMENT),

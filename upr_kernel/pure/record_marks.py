@@ -18,7 +18,7 @@ MARKED_BYTES_MAX: Final = 1024
 page of each would be to read half the disk."""
 
 FRONT_BYTES: Final = 16
-"""What counts of a shorter one. Of a chunk it is the head."""
+"""How much of a shorter value counts: its front. That of a chunk is its head."""
 
 _CHUNK: Final = b"s"
 """What the key of a chunk begins with."""
@@ -43,7 +43,7 @@ def record_mark(key: bytes, value: Buffer, is_checked: bool, /) -> int:
         The mark; -1 if the checksum was compared and differs.
 
     Raises:
-        ValueError: The key is longer than any key.
+        ValueError: The key is longer than `KEY_BYTES_MAX`.
     """
     if len(key) > KEY_BYTES_MAX:
         raise ValueError(f"a key of {len(key)} bytes")
