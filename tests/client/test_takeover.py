@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import attrs
@@ -17,6 +18,7 @@ from tests.kit.server_group import (
     ServerGroup,
     running_servers,
 )
+from tests.storage.record_damage import flip
 from upr_protocol.client import Address, NodeClient, connect
 from upr_protocol.client.operator import (
     NotDoneError,
@@ -33,6 +35,7 @@ from upr_protocol.hashing import partition_of
 from upr_protocol.ids import Durability, HistoryId, PartitionState, SeqNo
 from upr_protocol.partition_map import HistoryPoint, PartitionMap
 from upr_protocol.transport import dial_tcp
+from upr_server.storage.records import PARTITION, partition_key
 
 ACTIVE = [PartitionState.ACTIVE] * PARTITIONS
 REPLICA = [PartitionState.REPLICA] * PARTITIONS
@@ -100,6 +103,25 @@ async def test_impossible_takeovers_are_refused() -> None:
         await group.start("a")
         with pytest.raises(NotDoneError, match="a is pending for partition 0, but active in the"):
             await take_over(operator, to="a", all_of="a")
+
+
+async def test_a_takeover_of_a_partition_whose_record_was_damaged_meanwhile(
+    tmp_path: Path,
+) -> None:
+    """The old active refused to hand over, and no partition could leave it."""
+    async with running_servers("ab", directory=tmp_path) as group:
+        await group.set("a", {f"key {n}": "value" for n in range(20)})
+        disk = group.servers["a"].disk_of("b")
+        assert disk is not None
+        for partition in disk.bucket.partitions:
+            await disk.flusher.wait_until_persisted(partition, partition.high_seq)
+        flip(tmp_path / "a" / "buckets" / "b", partition_key(PARTITION, 0), 100)
+        await take_over(group.operator(), to="b", all_of="a")
+        assert group.states("b") == ACTIVE
+        assert group.states("a") == [PartitionState.DEAD, *REPLICA[1:]]
+        assert "mismatch" in group.partition("a").damage
+        for number in range(20):
+            assert await group.get("b", f"key {number}") == "value"
 
 
 async def test_of_two_takeovers_at_the_same_time_one_fails(

@@ -29,6 +29,7 @@ from upr_server.net.request_context import RequestContext
 from upr_server.replication import clustered_bucket, roles
 from upr_server.replication.roles import STEP_PARTITIONS
 from upr_server.storage.chunk_log import ChunkLog
+from upr_server.storage.records import CLEAN_STOP, PARTITION, partition_key
 from upr_server.storage.simulated import SimulatedStore
 
 LAST: Final = PartitionId(2 * STEP_PARTITIONS - 1)
@@ -287,3 +288,69 @@ async def test_what_a_node_has_reported_does_not_count_once_it_is_no_replica(
             assert partition.state is PartitionState.ACTIVE
             assert partition.replicas.seq_reached_by(1) == 5
             assert partition.replicas.seq_reached_by(2) == 0
+
+
+@pytest.mark.parametrize(
+    "assignment",
+    [Assignment("b", {"a": ""}), Assignment(replicas={"b": ""}, handing_over="a")],
+    ids=["moved", "handing over"],
+)
+async def test_a_map_that_meets_a_damaged_record_is_applied_and_refuses_the_partition_alone(
+    autojump_clock: MockClock, assignment: Assignment
+) -> None:
+    """It was refused, so the partition could not be moved to another node."""
+    store, damaged, other = SimulatedStore(), PartitionId(0), PartitionId(1)
+    async with running_server(ServerConfig(listen="127.0.0.1:0", node="a"), store) as server:
+        nodes = {"a": f"127.0.0.1:{server.port}", "b": "127.0.0.1:1"}
+        assignments = (Assignment("a", {"b": ""}),) * 2
+        first = PartitionMap(bucket="b", revision=1, nodes=nodes, partitions=assignments)
+        await server.catalog.create_bucket("b", 2, QUOTA_BYTES_MIN)
+        await server.partition_maps.set_map(0, first.encode())
+        partitions = server.catalog.bucket("b").partitions
+        for partition in partitions:
+            partition.mutate(batch_of(chunk_of_plain_sets([b"key"], [b"value"])), now=1.0)
+        disk = server.disk_of("b")
+        assert disk is not None
+        for partition in partitions:
+            await disk.flusher.wait_until_persisted(partition, partition.high_seq)
+        log, _ = store.directory.disks["b"]
+        log.flip_bit(partition_key(PARTITION, damaged), 60)
+        second = first.with_assignments({damaged: assignment, other: assignment})
+        await server.partition_maps.set_map(1, second.encode())
+        assert server.partition_maps.map_of("b") == second
+        assert "mismatch" in partitions[damaged].damage
+        assert partitions[damaged].state is PartitionState.DEAD
+        assert not partitions[other].damage
+        assert partitions[other].state is second.partitions[other].state_of("a")
+        await trio.sleep(PROMPT_S)
+        figures: Any = disk.statistics()["disk"]
+        assert figures["damaged_partitions"] == [damaged]
+        # The damaged copy stays refused, and no later map minds it.
+        third = second.with_assignments({damaged: Assignment("b"), other: Assignment("b")})
+        await server.partition_maps.set_map(second.revision, third.encode())
+        assert [partition.state for partition in partitions] == [PartitionState.DEAD] * 2
+    stored_bucket = ChunkLog(log).load()
+    assert PartitionMap.decode(stored_bucket.partition_map) == third
+    assert [bool(partition.damage) for partition in stored_bucket.partitions] == [True, False]
+    # Should the record be readable again, it names a state and histories of an older map.
+    assert CLEAN_STOP not in log.keys()  # noqa: SIM118
+
+
+async def test_a_replica_whose_damaged_record_is_met_by_the_map_that_makes_it_active(
+    autojump_clock: MockClock,
+) -> None:
+    """If its record is readable at the next start, it has not begun the new history."""
+    store = SimulatedStore()
+    async with running_server(ServerConfig(listen="127.0.0.1:0", node="b"), store) as server:
+        nodes = {"a": "127.0.0.1:1", "b": f"127.0.0.1:{server.port}"}
+        following = (Assignment("a", {"b": ""}),) * 2
+        first = PartitionMap(bucket="b", revision=1, nodes=nodes, partitions=following)
+        await server.partition_maps.set_map(0, first.encode())
+        log, _ = store.directory.disks["b"]
+        log.flip_bit(partition_key(PARTITION, 0), 60)
+        active = Assignment("b", {"a": ""})
+        second = first.with_assignments({PartitionId(0): active, PartitionId(1): active})
+        await server.partition_maps.set_map(1, second.encode())
+        states = [partition.state for partition in server.catalog.bucket("b").partitions]
+        assert states == [PartitionState.DEAD, PartitionState.ACTIVE]
+    assert CLEAN_STOP not in log.keys()  # noqa: SIM118

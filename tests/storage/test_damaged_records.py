@@ -155,11 +155,50 @@ def assert_not_written_to(storage: BucketStorage, before: StoredBucket) -> None:
     for refused_call in (
         lambda: storage.commit([write_to(before, DAMAGED)]),
         lambda: storage.commit([write_to(before, 0), write_to(before, DAMAGED)]),
-        lambda: storage.put_partition_map("{}", [(DAMAGED, record)]),
         lambda: storage.truncate(DAMAGED, record, ()),
     ):
         with pytest.raises(CorruptionError, match="is not written to"):
             refused_call()
+
+
+@pytest.mark.parametrize("is_known", [True, False])
+def test_a_partition_map_leaves_a_damaged_record_as_it_is(data: Path, is_known: bool) -> None:
+    """The map and the other partitions' records are stored, whether the damage is known already or
+    met now."""
+    folder, key, bit = folder_of(data), partition_key(PARTITION, DAMAGED), 60
+    value = records(folder)[key]
+    flip(folder, key, bit)
+    damaged_records = of_damaged_partition(data)
+    if not is_known:
+        flip(folder, key, bit)
+    storage, before = started(data)
+    if not is_known:
+        flip_in_file(folder / "log" / "data.mdb", key, value, bit)
+    changed_records = [
+        (
+            number,
+            msgspec.structs.replace(
+                partition.record, state=PartitionState.REPLICA, high=SeqNo(0), partial=None
+            )
+            if number == DAMAGED
+            else msgspec.structs.replace(partition.record, state=PartitionState.PENDING),
+        )
+        for number, partition in enumerate(before.partitions)
+    ]
+    damages = storage.put_partition_map("{}", changed_records)
+    assert list(damages) == [DAMAGED]
+    assert "mismatch" in damages[DAMAGED]
+    assert storage.statistics()["damaged_partitions"] == [DAMAGED]
+    with pytest.raises(CorruptionError, match="is not written to"):
+        storage.commit([write_to(before, DAMAGED)])
+    storage.close()
+    assert of_damaged_partition(data) == damaged_records
+    storage, stored_bucket = started(data)
+    assert stored_bucket.partition_map == "{}"
+    for partition in OTHERS:
+        assert stored_bucket.partitions[partition].record == changed_records[partition][1]
+    assert "mismatch" in stored_bucket.partitions[DAMAGED].damage
+    storage.close()
 
 
 @pytest.mark.parametrize("kind", OF_A_PARTITION)

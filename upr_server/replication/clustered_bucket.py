@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Final
 
+import attrs
 import structlog
 import trio
 
@@ -137,6 +138,7 @@ class ClusteredBucket:
             raise
         # The disk has the map: from here on nothing fails.
         self.map = new_map
+        states |= {change.partition: PartitionState.DEAD for change in changes if change.damage}
         self.is_confirmed = True
         self.suspects = {
             partition: since
@@ -216,8 +218,13 @@ class ClusteredBucket:
         document = await run_steps(new_map.encode_in_steps())
         # The call names the bucket, and another of its name may be there by now.
         self.disk.maintenance.check_not_deleted()
-        await self.disk.store.ask(PutPartitionMap(new_map.bucket, document, records))
-        return changes
+        damages = await self.disk.store.ask(PutPartitionMap(new_map.bucket, document, records))
+        return [
+            attrs.evolve(change, damage=damage)
+            if (damage := damages.get(change.partition.id, ""))
+            else change
+            for change in changes
+        ]
 
     async def _persist(self, partitions: list[Partition]) -> None:
         with trio.move_on_after(PERSIST_S):
@@ -256,10 +263,24 @@ class ClusteredBucket:
             step_cost = 0
             for change in changes:
                 step_cost += _cost_of(change.partition)
-                self._carry_out(change)
+                if change.damage:
+                    self._refuse(change)
+                else:
+                    self._carry_out(change)
                 if step_cost >= STEP_PARTITIONS:
                     step_cost = 0
                     await trio.lowlevel.checkpoint()
+        for change in changes:
+            if change.damage:
+                await self.disk.flusher.refuse_callbacks(change.partition.id)
+                # The record names a state and histories of an older map. Should it be readable at
+                # the next start, that must not count as one after a clean stop.
+                for _ in self.disk.note_refused(change.partition, is_on_disk=False):
+                    await trio.lowlevel.checkpoint()
+
+    def _refuse(self, change: RoleChange) -> None:
+        change.partition.refuse(change.damage)
+        self.replicators.discard_received(change.partition.id)
 
     def _carry_out(self, change: RoleChange) -> None:
         partition, state = change.partition, change.state

@@ -49,11 +49,14 @@ class RoleChange:
         partition: The partition, as it still is.
         state: Its state afterwards.
         failover_log: Its failover log afterwards.
+        damage: What is damaged of its record on disk, which could not be changed; empty for
+            nothing. Then the partition is refused instead.
     """
 
     partition: Partition
     state: PartitionState
     failover_log: FailoverLog
+    damage: str = ""
 
     @property
     def ends_streams(self) -> bool:

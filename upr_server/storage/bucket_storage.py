@@ -305,21 +305,33 @@ class BucketStorage:
 
     def put_partition_map(
         self, document: str, records: Sequence[tuple[int, PartitionRecord]]
-    ) -> None:
+    ) -> dict[int, str]:
         """Stores another partition map and the partitions' records under it. No record may end
-        below the index's watermark, and none may be of a partition with a damaged record.
+        below the index's watermark. Of a partition with a damaged record nothing is written; if the
+        damage is met only now, the partition is refused from here on.
 
-        Raises:
-            CorruptionError: One is. Nothing was written.
+        Returns:
+            What is damaged of such partitions, by partition.
         """
-        self._check_not_refused(partition for partition, _ in records)
-        deleted_bytes = self.log.put_partition_map(document, records)
+        refused = {
+            partition: usage.damage
+            for partition, _ in records
+            if (usage := self._partitions[partition]).is_refused
+        }
+        deleted_bytes, damages = self.log.put_partition_map(
+            document,
+            [(partition, record) for partition, record in records if partition not in refused],
+        )
         # A compaction under way goes by the old ends.
         self._compaction = None
-        for (partition, record), nbytes in zip(records, deleted_bytes, strict=True):
-            usage = self._partitions[partition]
-            usage.high = record.high
-            usage.chunk_bytes -= nbytes
+        for partition, record in records:
+            if partition in deleted_bytes:
+                usage = self._partitions[partition]
+                usage.high = record.high
+                usage.chunk_bytes -= deleted_bytes[partition]
+        for partition, damage in damages.items():
+            self.refuse(partition, damage)
+        return refused | damages
 
     def truncate(
         self, partition: int, record: PartitionRecord, answers: Sequence[bytes] = ()

@@ -279,15 +279,16 @@ class DeleteLeases(BucketCall[None], frozen=True):
         bucket.log.delete_leases(self.lease_ids)
 
 
-class PutPartitionMap(BucketCall[None], frozen=True):
-    """Stores another partition map and the partitions' records under it. A record may make its
-    partition end earlier, but not below what is indexed."""
+class PutPartitionMap(BucketCall[dict[int, str]], frozen=True):
+    """Stores another partition map and the partitions' records under it, but nothing of a partition
+    that has a damaged record. A record may make its partition end earlier, but not below what is
+    indexed. Answers what is damaged of partitions, by partition."""
 
     document: str
     records: Sequence[tuple[int, PartitionRecord]]
 
-    def run(self, bucket: BucketStorage) -> None:
-        bucket.put_partition_map(self.document, self.records)
+    def run(self, bucket: BucketStorage) -> dict[int, str]:
+        return bucket.put_partition_map(self.document, self.records)
 
 
 class Truncate(BucketCall[list[int]], frozen=True):

@@ -205,18 +205,29 @@ class ChunkLog(ChunkReader):
 
     def put_partition_map(
         self, document: str, records: Iterable[tuple[int, PartitionRecord]]
-    ) -> list[int]:
-        """Stores another partition map and the partitions' records under it, in one commit.
+    ) -> tuple[dict[int, int], dict[int, str]]:
+        """Stores another partition map and the partitions' records under it, in one commit; but
+        nothing of a partition whose record is damaged.
 
         A record may make its partition end earlier, at a snapshot end: then what the log has behind
         it is deleted.
 
         Returns:
-            How many bytes of chunks were deleted of each.
+            How many bytes of chunks were deleted of each partition; and what is damaged of the
+            others.
         """
+        deleted_bytes: dict[int, int] = {}
+        damages: dict[int, str] = {}
         with self.ordered_map.write() as transaction:
             transaction.put(PARTITION_MAP, pack_record(PARTITION_MAP, document))
-            return [self._truncate(transaction, partition, record) for partition, record in records]
+            for partition, record in records:
+                try:
+                    self._record(transaction, partition)
+                except CorruptionError as error:
+                    damages[partition] = str(error)
+                else:
+                    deleted_bytes[partition] = self._truncate(transaction, partition, record)
+        return deleted_bytes, damages
 
     def truncate(
         self, partition: int, record: PartitionRecord, answers: Iterable[bytes] = ()
