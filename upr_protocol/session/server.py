@@ -27,6 +27,7 @@ from upr_protocol.wire import (
     Message,
     Mutate,
     MutateReply,
+    PartitionChunk,
     PartitionSnapshot,
     PartitionStart,
     Role,
@@ -34,12 +35,12 @@ from upr_protocol.wire import (
     SetFrames,
     StreamEnd,
     StreamEnds,
+    chunk_frame,
     cycle_end_frame,
     decode_results,
     encode_reply,
     encode_set_replies,
     read_sets,
-    snapshot_frame,
 )
 
 _DATA_STATES: Final = frozenset(Mutate.states)
@@ -127,22 +128,47 @@ class ServerSession(Session):
         Raises:
             LocalProtocolError: As for `send`.
         """
-        record, length = self.streams[partition], chunk.nbytes
-        if not (
-            self.state is _STREAMING
-            and partition == self._cycle.current
-            and self.window.remaining_bytes > 0
-            and record.takes_whole(chunk)
-            and length <= FRAME_BODY_BYTES_MAX
-        ):
+        record = self.streams[partition]
+        if not (self._may_send_rows(partition, chunk) and record.takes_whole(chunk)):
             # `send` says what is wrong.
             self.send(PartitionSnapshot(chunk, partition=partition, opaque=record.opaque))
             return
         record.seq = record.end = record.complete = chunk.end
-        self._outgoing += snapshot_frame(chunk, partition, record.opaque)
-        self.outgoing_bytes += HEADER_BYTES + length
-        self.window.note_sent(HEADER_BYTES + length)
+        self._queue_rows(
+            chunk_frame(PartitionSnapshot, chunk, partition, record.opaque), chunk.nbytes
+        )
         self._cycle.begin_snapshot()
+
+    def send_chunk(self, partition: PartitionId, chunk: Chunk) -> None:
+        """Queues the `PartitionChunk` of `chunk`, as `send` would, at a third of the cost. The
+        partition has a stream.
+
+        Raises:
+            LocalProtocolError: As for `send`.
+        """
+        record = self.streams[partition]
+        if not (self._may_send_rows(partition, chunk) and record.takes_chunk(chunk)):
+            # `send` says what is wrong.
+            self.send(PartitionChunk(chunk, partition=partition, opaque=record.opaque))
+            return
+        record.seq = chunk.end
+        self._queue_rows(chunk_frame(PartitionChunk, chunk, partition, record.opaque), chunk.nbytes)
+
+    def _may_send_rows(self, partition: PartitionId, chunk: Chunk) -> bool:
+        """Whether `send` would take a frame with `chunk`, as far as the stream's own state does not
+        matter."""
+        return (
+            self.state is _STREAMING
+            and partition == self._cycle.current
+            and self.window.remaining_bytes > 0
+            and chunk.nbytes <= FRAME_BODY_BYTES_MAX
+        )
+
+    def _queue_rows(self, frame: tuple[bytes, memoryview], body_bytes: int) -> None:
+        """Queues a frame that takes from the client's window."""
+        self._outgoing += frame
+        self.outgoing_bytes += HEADER_BYTES + body_bytes
+        self.window.note_sent(HEADER_BYTES + body_bytes)
 
     # Single operations, many at a time.
 

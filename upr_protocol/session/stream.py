@@ -19,7 +19,9 @@ from upr_protocol.wire import (
     StreamReply,
 )
 
-_BETWEEN: Final = StreamState.BETWEEN  # an enum's attributes are slow to look up
+# An enum's attributes are slow to look up.
+_BETWEEN: Final = StreamState.BETWEEN
+_INSIDE: Final = StreamState.INSIDE
 
 
 class StreamRecord:
@@ -87,6 +89,11 @@ class StreamRecord:
             and chunk.start == self.seq
             and chunk.end >= self.end
         )
+
+    def takes_chunk(self, chunk: Chunk) -> bool:
+        """Whether `apply` would take a `PartitionChunk` of `chunk`, and the stream was not closed.
+        O(1)."""
+        return self.state is _INSIDE and chunk.start == self.seq and chunk.end <= self.end
 
     def _accept(self, message: StreamReply) -> None:
         if message.seq != self.seq:

@@ -81,8 +81,8 @@ from upr_protocol.wire.streaming import (
     PartitionStart,
     StreamEnd,
     StreamEnds,
+    chunk_frame,
     cycle_end_frame,
-    snapshot_frame,
 )
 from upr_protocol.wire.users import ChangeUsers, GetUsers, ListUsers, UsersReply
 
@@ -185,11 +185,11 @@ __all__ = [
     "StreamEnds",
     "StreamReply",
     "UsersReply",
+    "chunk_frame",
     "cycle_end_frame",
     "decode",
     "decode_results",
     "encode_reply",
     "encode_set_replies",
     "read_sets",
-    "snapshot_frame",
 ]

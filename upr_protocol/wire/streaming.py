@@ -116,9 +116,11 @@ class PartitionSnapshot(PartitionChunk, frozen=True):
     opcode = 0x8D
 
 
-def snapshot_frame(chunk: Chunk, partition: PartitionId, opaque: int) -> tuple[bytes, memoryview]:
-    """The frame of a `PartitionSnapshot`, as pieces, without the message."""
-    header = pack_header(PartitionSnapshot.opcode, 0, partition, opaque, chunk.nbytes, chunk.crc)
+def chunk_frame(
+    kind: type[PartitionChunk], chunk: Chunk, partition: PartitionId, opaque: int
+) -> tuple[bytes, memoryview]:
+    """The frame of a `PartitionChunk` or a `PartitionSnapshot`, as pieces, without the message."""
+    header = pack_header(kind.opcode, 0, partition, opaque, chunk.nbytes, chunk.crc)
     return header, chunk.encode()
 
 

@@ -16,7 +16,6 @@ from upr_protocol.session import ServerSession, SessionState
 from upr_protocol.session.states import StreamState
 from upr_protocol.wire import (
     PartitionAnswers,
-    PartitionChunk,
     PartitionEnd,
     PartitionStart,
     Stream,
@@ -387,7 +386,7 @@ class Streamer:
                 continue
             is_open = session.window.remaining_bytes > 0
             self._item_bytes += ITEM_BYTES
-            if is_open and self._send_whole(stream):
+            if is_open and not stream.reader.is_reading and self._send_whole(stream):
                 continue
             if not is_open and not stream.only_end_is_missing:
                 # This partition keeps its turn, so that the cycle continues in order.
@@ -438,8 +437,7 @@ class Streamer:
             # not read would have its whole backfill in memory.
             self.disk_streams[stream] = None
         if isinstance(item, Chunk):
-            chunk = self._select(stream, item)
-            session.send(PartitionChunk(chunk, partition=partition.id, opaque=stream.opaque))
+            session.send_chunk(partition.id, self._select(stream, item))
         elif isinstance(item, SnapshotStartItem):
             self._begin(stream, item)
         elif isinstance(item, SnapshotEndItem):

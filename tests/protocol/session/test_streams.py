@@ -29,7 +29,7 @@ from upr_protocol.chunk import Chunk
 from upr_protocol.errors import LocalProtocolError, Status
 from upr_protocol.failover import FailoverLog, PartialSnapshot, Position
 from upr_protocol.ids import PartitionId, SeqNo
-from upr_protocol.session import Session, SessionState
+from upr_protocol.session import ServerSession, Session, SessionState
 from upr_protocol.session.stream import StreamRecord
 from upr_protocol.wire import (
     HEADER_BYTES,
@@ -287,6 +287,44 @@ def _closing() -> Pair:
     return pair
 
 
+def _inside_without_window() -> Pair:
+    pair = _stand("INSIDE")
+    pair.server.window.note_sent(pair.server.window.remaining_bytes)
+    return pair
+
+
+def _closing_inside() -> Pair:
+    pair = _stand("INSIDE")
+    pair.client_says(close_stream(3, 9))
+    return pair
+
+
+Stand = Callable[[], Pair]
+
+
+def _assert_judged_alike(
+    stand: Stand, message: PartitionChunk, send_short: Callable[[ServerSession], None]
+) -> bool:
+    """Sends `message` as any message, and the short way; returns whether it was sent."""
+    general, short = stand(), stand()
+    errors: list[LocalProtocolError | None] = []
+    ways: tuple[Callable[[], None], ...] = (
+        lambda: general.server.send(message),
+        lambda: send_short(short.server),
+    )
+    for send in ways:
+        try:
+            send()
+        except LocalProtocolError as error:
+            errors.append(error)
+        else:
+            errors.append(None)
+    assert str(errors[0]) == str(errors[1])
+    assert portrait(general.server) == portrait(short.server)
+    assert taken(general.server) == taken(short.server)
+    return errors[0] is None
+
+
 @pytest.mark.parametrize(
     ("stand", "after", "until", "is_sent"),
     [
@@ -302,26 +340,39 @@ def _closing() -> Pair:
     ],
 )
 def test_a_snapshot_that_is_sent_the_short_way_is_judged_as_any_message(
-    stand: Callable[[], Pair], after: int, until: int, is_sent: bool
+    stand: Stand, after: int, until: int, is_sent: bool
 ) -> None:
     message = snapshot(3, 9, after, until)
-    general, short = stand(), stand()
-    errors: list[LocalProtocolError | None] = []
-    ways: tuple[Callable[[], None], ...] = (
-        lambda: general.server.send(message),
-        lambda: short.server.send_snapshot(message.partition, message.chunk),
+    assert is_sent == _assert_judged_alike(
+        stand, message, lambda server: server.send_snapshot(message.partition, message.chunk)
     )
-    for send in ways:
-        try:
-            send()
-        except LocalProtocolError as error:
-            errors.append(error)
-        else:
-            errors.append(None)
-    assert (errors[0] is None) == is_sent
-    assert str(errors[0]) == str(errors[1])
-    assert portrait(general.server) == portrait(short.server)
-    assert taken(general.server) == taken(short.server)
+
+
+@pytest.mark.parametrize(
+    ("stand", "after", "until", "is_sent"),
+    [
+        (lambda: _stand("INSIDE"), 10, 15, True),
+        (lambda: _stand("INSIDE"), 10, 20, True),
+        (lambda: _stand("SOME"), 15, 20, True),
+        (lambda: _stand("SOME"), 15, 21, False),
+        (lambda: _stand("SOME"), 14, 20, False),
+        (lambda: _stand("SOME"), 16, 20, False),
+        (lambda: _stand("ALL"), 20, 21, False),
+        (lambda: _stand("BETWEEN"), 10, 20, False),
+        (_no_history, 0, 10, False),
+        (_interrupted, 15, 20, False),
+        (_without_turn, 10, 20, False),
+        (_inside_without_window, 10, 20, False),
+        (_closing_inside, 10, 20, False),
+    ],
+)
+def test_a_chunk_that_is_sent_the_short_way_is_judged_as_any_message(
+    stand: Stand, after: int, until: int, is_sent: bool
+) -> None:
+    message = chunk(3, 9, after, until)
+    assert is_sent == _assert_judged_alike(
+        stand, message, lambda server: server.send_chunk(message.partition, message.chunk)
+    )
 
 
 def _refused_on_both_sides(pair: Pair, message: Message) -> None:

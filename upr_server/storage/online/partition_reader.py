@@ -195,12 +195,12 @@ class PartitionReader:
         self._backfill.start()
 
     def _note_item(self, item: CursorItem | ReaderWait | None) -> None:
-        if isinstance(item, SnapshotStartItem):
+        if isinstance(item, Chunk):
+            self.seq = item.end
+        elif isinstance(item, SnapshotStartItem):
             self.is_reading = True
             self._end = item.end
             self._end_at_least = SeqNo(0)
-        elif isinstance(item, Chunk):
-            self.seq = item.end
         elif isinstance(item, SnapshotEndItem):
             self.is_reading = False
 
