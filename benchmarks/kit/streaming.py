@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import ExitStack
-from typing import Any
+from typing import Any, Final
 
 from benchmarks.kit.errors import CannotMeasureError
 from benchmarks.kit.figures import Spread
@@ -12,6 +12,10 @@ from benchmarks.kit.processes import UprServer, Worker
 from benchmarks.kit.work import CHUNK_MUTATIONS, PARTITIONS
 
 Ran = dict[str, Any]
+
+WARM_UPS: Final = 5
+"""Rounds of all sides that warm up. The first of a server and its consumer take up to a half longer
+than later ones: new memory for sockets and bodies is slow where a host has to give it."""
 
 
 def filler(server: UprServer, keys: int) -> Worker:

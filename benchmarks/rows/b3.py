@@ -9,6 +9,7 @@ from typing import Final
 from benchmarks.kit.figures import Figure
 from benchmarks.kit.processes import RedisServer, UprServer, Worker
 from benchmarks.kit.streaming import (
+    WARM_UPS,
     Consumers,
     Ran,
     Sockets,
@@ -42,7 +43,7 @@ def measure(runs: int, say: Callable[[str], None]) -> list[Figure]:
         ours: list[Ran] = []
         sockets: list[Ran] = []
         peers: dict[int, list[Ran]] = {ahead: [] for ahead in AHEAD}
-        for index in range(-1, runs):  # run -1 warms up and is not kept
+        for index in range(-WARM_UPS, runs):  # those below 0 warm up and are not kept
             ran = consumer.stream(MUTATIONS)
             plain = socket.move(ran["bytes"])
             read = {ahead: reader.ask(ahead=ahead) for ahead in AHEAD}

@@ -9,6 +9,7 @@ from typing import Final
 from benchmarks.kit.figures import Figure
 from benchmarks.kit.processes import UprServer
 from benchmarks.kit.streaming import (
+    WARM_UPS,
     Consumers,
     Ran,
     Sockets,
@@ -40,7 +41,7 @@ def measure(runs: int, say: Callable[[str], None]) -> list[Figure]:
         consumers, socket = Consumers(server, CONSUMERS, stack), Sockets(CONSUMERS, stack)
         by_count: dict[int, list[Ran]] = {count: [] for count in COUNTS}
         sockets: list[Ran] = []
-        for index in range(-1, runs):  # run -1 warms up and is not kept
+        for index in range(-WARM_UPS, runs):  # those below 0 warm up and are not kept
             ran = {count: consumers.stream(MUTATIONS, count) for count in COUNTS}
             plain = socket.move(ran[CONSUMERS]["bytes_each"])
             if index < 0:

@@ -14,6 +14,7 @@ from benchmarks.kit.files import drop_from_cache
 from benchmarks.kit.machine import check_disk
 from benchmarks.kit.processes import UprServer
 from benchmarks.kit.streaming import (
+    WARM_UPS,
     Consumers,
     Ran,
     Sockets,
@@ -43,7 +44,7 @@ def measure(runs: int, say: Callable[[str], None]) -> list[Figure]:
         with ExitStack() as stack:
             server = stack.enter_context(UprServer(partitions=PARTITIONS, data_dir=data_dir))
             consumer, socket = Consumers(server, 1, stack), Sockets(1, stack)
-            for index in range(-1, runs):  # run -1 warms up and is not kept
+            for index in range(-WARM_UPS, runs):  # those below 0 warm up and are not kept
                 ran = _from_disk(server, consumer)
                 plain = socket.move(ran["bytes"])
                 if index < 0:
