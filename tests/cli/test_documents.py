@@ -47,7 +47,10 @@ def texts() -> Iterator[tuple[str, str]]:
 def commands(command: click.Command, name: str) -> Iterator[tuple[str, click.Command]]:
     yield name, command
     if isinstance(command, click.Group):
-        for inner_name, inner in command.commands.items():
+        context = click.Context(command)
+        for inner_name in command.list_commands(context):
+            inner = command.get_command(context, inner_name)
+            assert inner is not None
             yield from commands(inner, f"{name} {inner_name}")
 
 

@@ -5,9 +5,11 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
+from tests.storage.small_directory import make
 from upr_protocol.entry import run_command
 
 
@@ -54,3 +56,22 @@ def test_a_closed_stream_is_an_error_and_no_connection_takes_its_place(
         check=False,
     )
     assert (ran.returncode, ran.stdout, ran.stderr) == (1, "", f"upr: {sentence}\n")
+
+
+@pytest.mark.parametrize("command", ["check", "dump", "mend", "restore --new-histories"])
+def test_a_command_that_reads_a_directory_loads_nothing_of_a_server(
+    command: str, tmp_path: Path
+) -> None:
+    """That took more than half of its time."""
+    make(tmp_path / "data")
+    code = (
+        "import sys; from upr_server.cli import main; main(sys.argv[1:], standalone_mode=False); "
+        "print([name for name in ('trio', 'structlog') if name in sys.modules], file=sys.stderr)"
+    )
+    ran = subprocess.run(
+        [sys.executable, "-c", code, *command.split(), "--data-dir", str(tmp_path / "data")],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert ran.stderr == "[]\n"

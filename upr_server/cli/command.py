@@ -3,20 +3,39 @@
 from __future__ import annotations
 
 import sys
-from typing import Any
+from importlib import import_module
+from typing import Any, Final
 
 import click
 
-from upr_server.cli.conformance import conformance_command
-from upr_server.cli.init import init_command
-from upr_server.cli.inspection import check_command, dump_command
 from upr_server.cli.output import EXIT_INTERRUPTED
-from upr_server.cli.repair import mend_command, restore_command
-from upr_server.cli.serve import config_command, serve_command
+
+_MODULES: Final = {
+    "check": "inspection",
+    "config": "serve",
+    "conformance": "conformance",
+    "dump": "inspection",
+    "init": "init",
+    "mend": "repair",
+    "restore": "repair",
+    "serve": "serve",
+}
+"""By each command the module that has it. It is imported when the command is named: those that read
+a data directory need nothing of what a server needs, which takes longer to import than the rest."""
 
 
 class _Commands(click.Group):
     """Ends with 130 on Ctrl-C, wherever it comes."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:  # noqa: ARG002
+        return list(_MODULES)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:  # noqa: ARG002
+        if cmd_name not in _MODULES:
+            return None
+        module = import_module(f"upr_server.cli.{_MODULES[cmd_name]}")
+        command: click.Command = getattr(module, f"{cmd_name}_command")
+        return command
 
     def invoke(self, ctx: click.Context) -> Any:
         try:
@@ -36,10 +55,3 @@ def main() -> None:
     Settings come from a TOML file (--config), from environment variables (UPR_SERVER_LISTEN and so
     on) and from options. Options override environment variables, which override the file.
     """
-
-
-for _command in (
-    *(serve_command, conformance_command, config_command, init_command),
-    *(check_command, dump_command, restore_command, mend_command),
-):
-    main.add_command(_command)

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Any
 
 import click
 
-from upr_server.config import ServerConfig, load_config
-from upr_server.runtime import ConfigError
 from upr_server.storage.directory import default_data_dir
 
 _options = (
@@ -83,18 +80,6 @@ def with_settings(command: Any) -> Any:
     for option in reversed(_options):
         command = option(command)
     return command
-
-
-def loaded_config(config_path: Path | None, **options: Any) -> ServerConfig:
-    """The settings, from the file, the environment and the options of `with_settings`.
-
-    Raises:
-        click.UsageError: A setting is wrong; it says which.
-    """
-    try:
-        return load_config(config_path, os.environ, options)
-    except ConfigError as error:
-        raise click.UsageError(str(error)) from error
 
 
 with_data_dir = click.option(

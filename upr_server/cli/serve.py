@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import faulthandler
+import os
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,9 +15,11 @@ import upr_kernel
 from upr_protocol.concurrency import first_failure
 from upr_protocol.errors import UprError
 from upr_server.cli.output import EXIT_FAILED, EXIT_UNSAVED, discard_output, print_text, say
-from upr_server.cli.parameters import loaded_config, with_settings
+from upr_server.cli.parameters import with_settings
+from upr_server.config import ServerConfig, load_config
 from upr_server.runtime import (
     OUT_OF_MEMORY,
+    ConfigError,
     collect_only_young,
     keep_heap_small,
     raise_file_limit,
@@ -37,7 +40,7 @@ def serve_command(config_path: Path | None, **options: Any) -> None:
     that, or because the disk is full, the exit code is 3. The first line on standard output is
     `listening on HOST:PORT`; the log goes to standard error.
     """
-    config = loaded_config(config_path, **options)
+    config = _loaded_config(config_path, **options)
     set_up_logging(config.log_level, config.log_format)
 
     # A crash in C tells its place on standard error.
@@ -82,5 +85,17 @@ def serve_command(config_path: Path | None, **options: Any) -> None:
 @with_settings
 def config_command(config_path: Path | None, **options: Any) -> None:
     """Print the settings that `serve` would use, as a TOML file, and which kernel it would run."""
-    settings = loaded_config(config_path, **options).to_toml()
+    settings = _loaded_config(config_path, **options).to_toml()
     print_text(f"# kernel: {upr_kernel.BUILD}\n{settings}", nl=False)
+
+
+def _loaded_config(config_path: Path | None, **options: Any) -> ServerConfig:
+    """The settings, from the file, the environment and the options of `with_settings`.
+
+    Raises:
+        click.UsageError: A setting is wrong; it says which.
+    """
+    try:
+        return load_config(config_path, os.environ, options)
+    except ConfigError as error:
+        raise click.UsageError(str(error)) from error
