@@ -65,7 +65,7 @@ async function main () {
   const lines = input[Symbol.asyncIterator]()
   for (let round = 1; round <= Number(rounds); round++) {
     for (let number = 0; number < 100; number++) {
-      const key = `key-${round % 7}-${number}`
+      const key = `key-${round % 2}-${number}`
       expected.set(key, `value-${round}-${number}`)
       publisher.set(key, expected.get(key))
     }

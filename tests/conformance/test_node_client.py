@@ -14,6 +14,7 @@ from typing import Final
 import pytest
 import trio
 
+from tests.kit.effort import effort
 from tests.kit.process import ROOT, ServerProcess, children_of, run, server_process
 from tests.kit.proxy import Proxy, proxy_to
 from upr_protocol.client import Client, connect
@@ -55,7 +56,11 @@ def test_every_scenario_says_what_it_is_about() -> None:
     assert all(scenario.about for scenario in CLIENT_SCENARIOS.values())
 
 
-ROUNDS: Final = 9
+ROUNDS: Final = effort(3, 9)
+"""The server is killed in each third one, and connections are cut in the others."""
+
+KEYS: Final = 2 * 100 + 20
+"""Two sets of a hundred, which the rounds write in turn, and counters."""
 PARTITIONS: Final = 8
 WINDOW_BYTES: Final = 64 * 1024
 """The window of the consumers of the stress test."""
@@ -74,7 +79,7 @@ async def test_kills_cuts_and_rollbacks(tmp_path: Path) -> None:
             command = ("node", str(CLIENT / "stress.js"), "127.0.0.1", str(proxy.port), "b")
             result = await restarted.play(proxy, (*command, str(PARTITIONS), str(ROUNDS)))
         nursery.cancel_scope.cancel()
-    assert result["keys"] == 720
+    assert result["keys"] == KEYS
     assert result["connections"] > ROUNDS // 2
     assert result["rollbacks"] >= ROUNDS // 3
 
