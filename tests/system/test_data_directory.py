@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Final
 
 import attrs
+import msgspec
 import pytest
 import trio
 
@@ -98,12 +99,14 @@ async def write(server: ServerProcess, items: Mapping[bytes, bytes], bucket: str
             await sink.set(key, value)
 
 
-async def assert_served(server: ServerProcess, items: Mapping[bytes, bytes]) -> None:
+async def assert_served(
+    server: ServerProcess, items: Mapping[bytes, bytes], bucket: str = BUCKET
+) -> None:
     """Both a get and a stream give `items`, and nothing else."""
-    async with connect(server.url(BUCKET)) as client:
+    async with connect(server.url(bucket)) as client:
         assert_same(await server_contents(client, items), items, PARTITIONS)
     mirror = Mirror()
-    async with consume(server.url(BUCKET), end="now") as consumer:
+    async with consume(server.url(bucket), end="now") as consumer:
         async for event in consumer:
             mirror.apply(event)
     assert_same(mirror.contents, items, PARTITIONS)
@@ -389,7 +392,7 @@ def flip_record(bucket: Path) -> None:
     """Flips a bit in the name that the bucket's own record holds, wherever the log has it."""
     file = bucket / "log" / "data.mdb"
     content = bytearray(file.read_bytes())
-    name = b"\xa4name\xa6" + BUCKET.encode()
+    name = b"\xa4name" + msgspec.msgpack.encode(bucket.name)
     assert name in content
     file.write_bytes(content.replace(name, name[:-1] + b"r"))
 
@@ -409,39 +412,59 @@ DAMAGES: Final[Mapping[str, Callable[[Path], None]]] = {
 }
 
 
-@pytest.mark.parametrize("damage", DAMAGES)
-async def test_a_bucket_that_cannot_be_opened_is_refused_and_the_others_are_served(
-    data: Path, damage: str
+async def test_buckets_that_cannot_be_opened_are_refused_and_the_others_are_served(
+    data: Path, subtests: pytest.Subtests
 ) -> None:
-    DAMAGES[damage](data / "buckets" / BUCKET)
-    before = everything_in(data / "buckets" / BUCKET)
+    """One for each damage, at one server."""
+    names = {damage: f"damaged-{number}" for number, damage in enumerate(DAMAGES)}
+    async with server_process(data_dir=data) as server, connect(server.url()) as client:
+        for name in names.values():
+            await client.create_bucket(name, PARTITIONS)
+            await write(server, ITEMS, name)
+    folders = {damage: data / "buckets" / name for damage, name in names.items()}
+    for damage, folder in folders.items():
+        DAMAGES[damage](folder)
+    before = {damage: everything_in(folder) for damage, folder in folders.items()}
     configured = data.parent / "configured.toml"
-    configured.write_text(f'[[buckets]]\nname = "{BUCKET}"\n')
+    configured.write_text("".join(f'[[buckets]]\nname = "{name}"\n' for name in names.values()))
     started = server_process("--config", str(configured), data_dir=data, errors=(DAMAGED_BUCKET,))
     async with started as server, connect(server.url()) as client:
-        (event,) = await server.logged(DAMAGED_BUCKET)
-        assert event["bucket"] == BUCKET
-        assert (await client.stats())["damaged_buckets"] == {BUCKET: event["damage"]}
-        for refused_call in (
-            lambda: client.create_bucket(BUCKET, PARTITIONS),
-            lambda: client.stats(BUCKET),
-        ):
-            with pytest.raises(ServerError, match="because it is damaged") as refusal:
-                await refused_call()
-            assert refusal.value.status is Status.DAMAGED
-        with pytest.raises(ServerError, match="because it is damaged") as refusal:
-            async with connect(server.url(BUCKET)):
-                pass
-        assert refusal.value.status is Status.DAMAGED
+        events = await server.logged(DAMAGED_BUCKET, len(DAMAGES))
+        reported = {event["bucket"]: event["damage"] for event in events}
+        assert len(events) == len(reported)
+        assert (await client.stats())["damaged_buckets"] == reported
+        assert reported.keys() == set(names.values())
+        for damage, name in names.items():
+            with subtests.test(damage):
+                await assert_refused(server, client, name)
         await client.create_bucket(OTHER, PARTITIONS)
         await write(server, ITEMS, OTHER)
-        assert everything_in(data / "buckets" / BUCKET) == before
-        # A user who has another copy may delete this one.
-        await client.delete_bucket(BUCKET)
-        assert not (data / "buckets" / BUCKET).exists()
-        await client.create_bucket(BUCKET, PARTITIONS)
-        await write(server, ITEMS)
+        await assert_served(server, ITEMS, OTHER)
         await assert_served(server, ITEMS)
+        for damage, name in names.items():
+            with subtests.test(damage):
+                assert everything_in(folders[damage]) == before[damage]
+                # A user who has another copy may delete this one.
+                await client.delete_bucket(name)
+                assert not folders[damage].exists()
+                await client.create_bucket(name, PARTITIONS)
+                await write(server, ITEMS, name)
+                await assert_served(server, ITEMS, name)
+
+
+async def assert_refused(server: ServerProcess, client: Client, bucket: str) -> None:
+    """Every use of a damaged bucket is refused, and says why."""
+    for refused_call in (
+        lambda: client.create_bucket(bucket, PARTITIONS),
+        lambda: client.stats(bucket),
+    ):
+        with pytest.raises(ServerError, match="because it is damaged") as refusal:
+            await refused_call()
+        assert refusal.value.status is Status.DAMAGED
+    with pytest.raises(ServerError, match="because it is damaged") as refusal:
+        async with connect(server.url(bucket)):
+            pass
+    assert refusal.value.status is Status.DAMAGED
 
 
 # Disks that are full.
