@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from itertools import count
@@ -10,11 +11,12 @@ from typing import IO, Any
 import pytest
 from click.testing import CliRunner, Result
 
-from tests.cli.processes import Server, Upr, start_server
+from tests.cli.processes import Line, Server, Upr, start_server
 from upr_protocol.cli import main
 
 Run = Callable[..., Result]
 Start = Callable[..., Upr]
+Tail = Callable[..., list[Line]]
 
 _names = count(1)
 
@@ -38,6 +40,22 @@ def run(monkeypatch: pytest.MonkeyPatch) -> Run:
         return result
 
     return run
+
+
+@pytest.fixture
+def tail(run: Run, capfdbinary: pytest.CaptureFixture[bytes]) -> Tail:
+    """The lines of `upr tail` until it has caught up. It runs in this process, and writes them to
+    its descriptor of standard output."""
+
+    def tail(bucket: str, *args: str) -> list[Line]:
+        capfdbinary.readouterr()
+        result = run("tail", bucket, "--until", "caught-up", *args)
+        assert result.stderr == ""
+        out, err = capfdbinary.readouterr()
+        assert err == b""
+        return [json.loads(line) for line in out.splitlines()]
+
+    return tail
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.cli.conftest import Run, Start
+from tests.cli.conftest import Run, Start, Tail
 from tests.cli.processes import Line
 from tests.kit.effort import effort
 from tests.spark.server import BlockingServer, blocking_server
@@ -36,12 +36,6 @@ def contents(folder: Path) -> dict[str, str]:
 
 def explained(run: Run, url: str, file: str) -> list[Line]:
     return [json.loads(line) for line in run("explain", url, file, "--json").stdout.splitlines()]
-
-
-def tail_lines(start: Start, url: str, *args: str) -> list[Line]:
-    out, err = start("tail", url, "--until", "caught-up", *args).finished()
-    assert err == b""
-    return lines(out)
 
 
 def copied(lines: list[Line]) -> dict[str, str]:
@@ -95,16 +89,16 @@ class RestorableServer:
 
 
 def test_a_local_copy_follows_and_resumes(
-    bucket: str, run: Run, start: Start, tmp_path: Path
+    bucket: str, run: Run, tail: Tail, tmp_path: Path
 ) -> None:
     folder = str(tmp_path / "local-copy")
     run("set", bucket, "a", "1")
     run("set", bucket, "b", "2")
-    tail_lines(start, bucket, "--state", folder)
+    tail(bucket, "--state", folder)
     assert contents(tmp_path / "local-copy") == {"a": "1", "b": "2"}
     run("delete", bucket, "a")
     run("set", bucket, "c", "3")
-    lines = tail_lines(start, bucket, "--state", folder)
+    lines = tail(bucket, "--state", folder)
     assert [line["key"] for line in lines if line["event"] == "mutation"] in (
         ["a", "c"],
         ["c", "a"],
@@ -113,15 +107,15 @@ def test_a_local_copy_follows_and_resumes(
 
 
 def test_the_copy_of_another_bucket_is_refused(
-    bucket: str, start: Start, run: Run, tmp_path: Path
+    bucket: str, tail: Tail, run: Run, tmp_path: Path
 ) -> None:
     folder = str(tmp_path / "local-copy")
-    tail_lines(start, bucket, "--state", folder)
+    tail(bucket, "--state", folder)
     other_bucket = bucket + "-other"
     run("bucket", "create", other_bucket)
-    _, err = start("tail", other_bucket, "--state", folder).finished(code=2)
-    assert b"of the bucket" in err
-    assert err.count(b"\n") == 1
+    err = run("tail", other_bucket, "--state", folder, code=2).stderr
+    assert "of the bucket" in err
+    assert err.count("\n") == 1
     run("tail", bucket, "--state", folder, "--resume", "x", code=2)
 
 
@@ -151,7 +145,7 @@ def test_a_copy_resumes_after_its_disk_was_full(bucket: str, start: Start, tmp_p
 
 
 def test_a_copy_killed_at_any_moment_ends_equal_to_the_server(
-    bucket: str, start: Start, tmp_path: Path
+    bucket: str, start: Start, tail: Tail, tmp_path: Path
 ) -> None:
     folder = tmp_path / "local-copy"
     loader = start("load", bucket, "-", "--format", "jsonl", "--key", "id", stdin=subprocess.PIPE)
@@ -169,26 +163,26 @@ def test_a_copy_killed_at_any_moment_ends_equal_to_the_server(
                 process.wait(lots.uniform(0, 0.02))
         assert process.returncode == -signal.SIGKILL
     loader.finished(data=b"")
-    tail_lines(start, bucket, "--state", str(folder))
-    assert contents(folder) == copied(tail_lines(start, bucket))
+    tail(bucket, "--state", str(folder))
+    assert contents(folder) == copied(tail(bucket))
     assert len(contents(folder)) == next(ids)
 
 
 def test_a_copy_rolls_back_with_its_server_as_explain_predicts(
-    restorable: RestorableServer, start: Start, run: Run, tmp_path: Path
+    restorable: RestorableServer, tail: Tail, run: Run, tmp_path: Path
 ) -> None:
     """Only what the server never had is undone; the rest of the copy stays as it is."""
     folder, file = str(tmp_path / "local-copy"), str(tmp_path / "state")
     restorable.write(range(40), "old")
-    tail_lines(start, restorable.url, "--state", folder)
+    tail(restorable.url, "--state", folder)
     rows = explained(run, restorable.url, folder)
     assert {row["outcome"] for row in rows} == {"goes on"}
 
     def between() -> None:
         restorable.write(range(30, 50), "never had")
         restorable.delete(range(5))
-        tail_lines(start, restorable.url, "--state", folder)
-        tail_lines(start, restorable.url, "--resume", file)
+        tail(restorable.url, "--state", folder)
+        tail(restorable.url, "--resume", file)
 
     restorable.go_back(between)
     restorable.write(range(60, 65), "later")
@@ -202,14 +196,14 @@ def test_a_copy_rolls_back_with_its_server_as_explain_predicts(
     assert all(row["from"] == 0 for row in files if row["outcome"] == "rolls back")
     assert "diverge" in run("explain", restorable.url, file).stdout
     assert before == ((tmp_path / "state").read_bytes(), contents(tmp_path / "local-copy"))
-    lines = tail_lines(start, restorable.url, "--state", folder)
+    lines = tail(restorable.url, "--state", folder)
     undone = {line["partition"]: line for line in lines if line["event"] == "undone"}
     assert {p: line["restarts_from"] for p, line in undone.items()} == {
         partition: row["from"] for partition, row in rolled.items()
     }
     keys = {document["key"] for line in undone.values() for document in line["documents"]}
     assert keys == {f"key {n}" for n in (*range(5), *range(30, 50))}
-    assert contents(tmp_path / "local-copy") == copied(tail_lines(start, restorable.url))
+    assert contents(tmp_path / "local-copy") == copied(tail(restorable.url))
     rows = explained(run, restorable.url, folder)
     assert {row["outcome"] for row in rows} == {"goes on"}
 
@@ -237,10 +231,10 @@ def test_explain_refuses_a_bad_file(bucket: str, run: Run, tmp_path: Path) -> No
 
 
 def test_explain_refuses_the_copy_of_another_bucket(
-    bucket: str, run: Run, start: Start, tmp_path: Path
+    bucket: str, run: Run, tail: Tail, tmp_path: Path
 ) -> None:
     folder = tmp_path / "local-copy"
-    tail_lines(start, bucket, "--state", str(folder))
+    tail(bucket, "--state", str(folder))
     other_bucket = bucket + "-other"
     run("bucket", "create", other_bucket)
     for args in (

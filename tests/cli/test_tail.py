@@ -4,7 +4,7 @@ import json
 import random
 import signal
 import subprocess
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from datetime import UTC, datetime, timedelta
 from itertools import count, islice
@@ -14,7 +14,7 @@ import pytest
 import trio
 import trio.testing
 
-from tests.cli.conftest import Run, Start
+from tests.cli.conftest import Run, Start, Tail
 from tests.cli.processes import Line, Server, start_server
 from tests.kit.effort import effort
 from upr_protocol.cli.output import ProgressDisplay
@@ -23,23 +23,9 @@ from upr_protocol.client import ConsumerStatistics
 from upr_protocol.errors import ADVICE, Status
 from upr_protocol.ids import PartitionId
 
-Tail = Callable[..., list[Line]]
-
 
 def lines(out: bytes) -> list[Line]:
     return [json.loads(line) for line in out.splitlines()]
-
-
-@pytest.fixture
-def tail(start: Start) -> Tail:
-    """The lines of `upr tail` until it has caught up."""
-
-    def tail(bucket: str, *args: str) -> list[Line]:
-        out, err = start("tail", bucket, "--until", "caught-up", *args).finished()
-        assert err == b""
-        return lines(out)
-
-    return tail
 
 
 def mutations(events: Iterable[Line]) -> list[Line]:
@@ -407,30 +393,28 @@ async def test_it_says_what_it_waits_for_each_time_that_no_node_serves_a_partiti
     assert capsys.readouterr().err == 2 * sentence
 
 
-def test_a_missing_bucket_is_refused(server: Server, start: Start) -> None:
-    _, err = start("tail", server.url + "nowhere").finished(code=3)
-    assert ADVICE[Status.NO_BUCKET].encode() in err
+def test_a_missing_bucket_is_refused(server: Server, run: Run) -> None:
+    assert ADVICE[Status.NO_BUCKET] in run("tail", server.url + "nowhere", code=3).stderr
 
 
 @pytest.mark.parametrize("data", [b"", b"{}", b"\xff"])
 def test_a_file_that_is_not_a_resume_state_is_refused(
-    filled: str, tmp_path: Path, data: bytes, start: Start
+    filled: str, tmp_path: Path, data: bytes, run: Run
 ) -> None:
     state = tmp_path / "state"
     state.write_bytes(data)
-    _, err = start("tail", filled, "--resume", str(state)).finished(code=2)
-    assert b"resume state" in err
+    assert "resume state" in run("tail", filled, "--resume", str(state), code=2).stderr
     assert state.read_bytes() == data
 
 
 def test_a_resume_state_of_another_bucket_is_refused(
-    filled: str, server: Server, run: Run, tmp_path: Path, tail: Tail, start: Start
+    filled: str, server: Server, run: Run, tmp_path: Path, tail: Tail
 ) -> None:
     state = str(tmp_path / "state")
     tail(filled, "--resume", state)
     run("bucket", "create", server.url + "another")
-    _, err = start("tail", server.url + "another", "--resume", state).finished(code=2)
-    assert b"is of the bucket" in err
+    refusal = run("tail", server.url + "another", "--resume", state, code=2)
+    assert "is of the bucket" in refusal.stderr
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 from typing import Final
 
+from tests.kit import commands
 from tests.kit.documents import fenced_code
 from tests.kit.process import ROOT, UPR, UPR_SERVER, run, server_process
 from upr_protocol.failover import StartReason
@@ -17,9 +18,15 @@ OPERATIONS: Final = (ROOT / "docs" / "operations.md").read_text(encoding="utf-8"
 
 
 async def upr(*arguments: str, stdin: bytes = b"") -> str:
-    finished = await run((*UPR, *arguments), stdin=stdin)
+    finished = await commands.upr(*arguments, stdin=stdin)
     assert finished.code == 0, finished
     return finished.out
+
+
+async def tail(*arguments: str) -> None:
+    """Runs `upr tail` until it has caught up, in a process, as it listens for signals."""
+    finished = await run((*UPR, "tail", *arguments, "--until", "caught-up"))
+    assert finished.code == 0, finished
 
 
 async def upr_server(*arguments: str) -> str:
@@ -52,7 +59,7 @@ async def test_a_bucket_is_replaced_by_its_dump(tmp_path: Path) -> None:
         assert (await run(command, stdin=dump.encode())).code == 0
         after = json.loads(await upr("get", url, "bytes", "--json"))
         assert await upr("get", url, "text") == "one\n"
-        assert (await run((*UPR, "get", url, "gone"))).code != 0
+        assert (await commands.upr("get", url, "gone")).code != 0
     for field in ("value", "value_encoding", "flags", "expiry"):
         assert after[field] == before[field]
 
@@ -73,13 +80,13 @@ async def test_a_bucket_is_restored_from_a_local_copy(tmp_path: Path) -> None:
         await upr("set", url, "gone", "one")
         await upr("set", url, "bytes", "-", "--flags", "7", "--expire-in", "3600", stdin=b"\xff\0")
         await upr("delete", url, "gone")
-        await upr("tail", url, "--state", str(copy), "--until", "caught-up")
+        await tail(url, "--state", str(copy))
         restore = (sys.executable, str(tmp_path / "restore_copy.py"), new_url, str(copy))
         finished = await run(restore)
         assert finished.code == 0, finished
         before = json.loads(await upr("get", url, "bytes", "--json"))
         after = json.loads(await upr("get", new_url, "bytes", "--json"))
-        assert (await run((*UPR, "get", new_url, "gone"))).code != 0
+        assert (await commands.upr("get", new_url, "gone")).code != 0
     for field in ("value", "value_encoding", "flags", "expiry"):
         assert after[field] == before[field]
 
@@ -94,8 +101,7 @@ async def test_one_bucket_is_restored_and_consumers_of_the_others_continue(tmp_p
     async with server_process(data_dir=data) as server:
         for name in ("planes", "others"):
             await upr("set", server.url(name), "key", "new")
-            resume = ("--resume", str(tmp_path / name), "--until", "caught-up")
-            await upr("tail", server.url(name), *resume)
+            await tail(server.url(name), "--resume", str(tmp_path / name))
 
     await upr_server("restore", "--new-histories", "--data-dir", str(backup))
     (data / "buckets" / "planes").rename(tmp_path / "planes.damaged")

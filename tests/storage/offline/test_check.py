@@ -16,10 +16,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner, Result
 
 from tests.storage.log_model import chunk_of, row
 from tests.storage.small_directory import BUCKET, KEYS, PARTITIONS, answers, key_of, make
 from upr_protocol.ids import HistoryId, Operation, PartitionState, SeqNo
+from upr_server.cli import main
 from upr_server.storage.bucket_storage import BucketStorage
 from upr_server.storage.chunk_log import ChunkLog
 from upr_server.storage.directory import default_data_dir, lock, lock_for_reading
@@ -69,8 +71,16 @@ def data(intact_data: Path, tmp_path: Path) -> Path:
 
 
 def run(*arguments: object) -> subprocess.CompletedProcess[str]:
+    """Runs the command as a process."""
     command = [*COMMAND, *map(str, arguments)]
     return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+
+
+def check(data: Path) -> Result:
+    """Runs `check` in this process; only what it starts to read the directory is another one."""
+    result = CliRunner().invoke(main, ("check", "--data-dir", str(data)), prog_name="upr-server")
+    assert result.exception is None or isinstance(result.exception, SystemExit)
+    return result
 
 
 def hashes(path: Path) -> dict[str, tuple[str, int]]:
@@ -128,22 +138,22 @@ def test_a_sound_directory_is_reported_in_one_sentence(data: Path) -> None:
 def test_a_directory_without_buckets_is_sound(tmp_path: Path) -> None:
     (tmp_path / "buckets").mkdir()
     (tmp_path / "format").write_text("upr 1\n")
-    assert run("check", "--data-dir", tmp_path).returncode == 0
+    assert check(tmp_path).exit_code == 0
 
 
 def test_a_half_made_bucket_is_not_checked(data: Path) -> None:
     (data / "buckets" / ".new-other").mkdir()
-    assert run("check", "--data-dir", data).returncode == 0
+    assert check(data).exit_code == 0
 
 
 def test_a_missing_index_is_rebuilt_at_the_next_start(data: Path) -> None:
     # The advice that `check` gives.
     file_of(data, "index").unlink()
-    assert "the server rebuilds it" in run("check", "--data-dir", data).stdout
+    assert "the server rebuilds it" in check(data).stdout
     ordered_map = LmdbOrderedMap(data / "buckets" / BUCKET / "index", bytes_max=1 << 30)
     ordered_map.close()
-    checked = run("check", "--data-dir", data)
-    assert checked.returncode == 0, checked
+    checked = check(data)
+    assert checked.exit_code == 0, checked
 
 
 def test_the_default_directory_is_the_users_own() -> None:
@@ -163,8 +173,8 @@ def test_a_foreign_directory_is_refused(tmp_path: Path) -> None:
 
 def test_another_version_is_refused(data: Path) -> None:
     (data / "format").write_text("upr 2\n")
-    checked = run("check", "--data-dir", data)
-    assert checked.returncode == 1
+    checked = check(data)
+    assert checked.exit_code == 1
     assert "has the format 'upr 2'" in checked.stderr
 
 
@@ -172,10 +182,10 @@ def test_a_directory_that_a_server_uses_is_refused(data: Path) -> None:
     descriptor = lock(data)
     assert descriptor is not None
     try:
-        checked = run("check", "--data-dir", data)
+        checked = check(data)
     finally:
         os.close(descriptor)
-    assert checked.returncode == 1
+    assert checked.exit_code == 1
     assert "is in use by a server" in checked.stderr
 
 
@@ -183,7 +193,7 @@ def test_two_may_check_at_a_time(data: Path) -> None:
     descriptor = os.open(data / "lock", os.O_RDONLY | os.O_CREAT)
     fcntl.flock(descriptor, fcntl.LOCK_SH)
     try:
-        assert run("check", "--data-dir", data).returncode == 0
+        assert check(data).exit_code == 0
     finally:
         os.close(descriptor)
 
@@ -235,8 +245,8 @@ def test_a_truncated_file_is_noticed(data: Path, part: str, share: float) -> Non
     path = file_of(data, part)
     os.truncate(path, int(path.stat().st_size * share))
     before = hashes(data)
-    checked = run("check", "--data-dir", data)
-    assert checked.returncode == 1, checked
+    checked = check(data)
+    assert checked.exit_code == 1, checked
     assert "Traceback" not in checked.stderr
     assert checked.stdout.startswith(f"bucket {BUCKET}")
     assert "restore" in checked.stdout or "rebuilds it" in checked.stdout
