@@ -20,7 +20,7 @@ from upr_server.config import ServerConfig
 from upr_server.engine import Bucket
 from upr_server.events import EventBatch, EventBus
 from upr_server.net import HANDLERS, ConnectionServer
-from upr_server.replication import MapExchange, PartitionMaps, UserExchange
+from upr_server.replication import CopyCompletion, MapExchange, PartitionMaps, UserExchange
 from upr_server.runtime import (
     AuditLog,
     BoundListeners,
@@ -289,6 +289,7 @@ async def _accepting(
             nursery.start_soon(essential(server.connections.resources.reply_steps.run))
             nursery.start_soon(essential(server.partition_maps.run))
             nursery.start_soon(essential(MapExchange(server.partition_maps).run))
+            nursery.start_soon(essential(CopyCompletion(server.partition_maps).run))
             nursery.start_soon(essential(UserExchange(server.users, server.partition_maps).run))
             if server.certificates is not None:
                 nursery.start_soon(essential(server.certificates.watch))

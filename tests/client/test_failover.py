@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -27,7 +29,9 @@ from upr_protocol.client.operator import (
     remove_replicas,
 )
 from upr_protocol.ids import Durability, PartitionId, PartitionState
+from upr_server.replication import copy_completion
 from upr_server.replication.bucket_replicators import BucketReplicators
+from upr_server.replication.partition_maps import PartitionMaps
 from upr_server.replication.replicator import Replicator
 from upr_server.storage.offline.mend import empty_damaged_replicas
 from upr_server.storage.records import PARTITION, partition_key
@@ -365,25 +369,59 @@ async def test_an_incomplete_copy_is_chosen_if_acknowledged_changes_may_be_lost(
         await group.set("b", {"after": "1"})
 
 
-async def test_only_the_active_node_makes_a_copy_complete() -> None:
-    """Another replica may itself lack what this one had acknowledged."""
+async def test_a_copy_that_follows_a_replica_is_complete_with_what_the_active_node_had(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What the other replica has proves nothing: it may itself lack what this one had
+    acknowledged. The mark stayed until the copy followed the active node."""
+    receive = Replicator._receive
+
+    def receive_unless_c(replicator: Replicator, *arguments: Any) -> None:
+        if replicator._node != "c":
+            receive(replicator, *arguments)
+
+    monkeypatch.setattr(copy_completion, "ASK_INTERVAL_S", 0.05)
+    note_active_numbers, asked_counts = PartitionMaps.note_active_numbers, Counter[str]()
+
+    def count_answers(partition_maps: PartitionMaps, *arguments: Any) -> None:
+        asked_counts[partition_maps.node] += 1
+        note_active_numbers(partition_maps, *arguments)
+
+    monkeypatch.setattr(PartitionMaps, "note_active_numbers", count_answers)
     async with running_servers("abc") as group:
         await filled(group)
-        await group.stop("b")
-        base = group.map("a")
-        following_c = {
-            number: msgspec.structs.replace(assignment, replicas={"b": "c", "c": ""})
-            for number, assignment in enumerate(base.partitions)
-        }
-        for node in "ac":
-            await group.set_map(node, base.revision + 16, following_c, base)
-        await group.start("b", has_bucket=True, is_empty=True)
-        await group.until(lambda: group.states("b") == REPLICA)
+        with monkeypatch.context() as patch:
+            patch.setattr(Replicator, "_receive", receive_unless_c)
+            async with connect(group.servers["a"].url("b")) as client:
+                for index in range(20):
+                    await client.set(
+                        f"later {index}", "v", durability=Durability.REPLICATED, copies=1
+                    )
+            await group.stop("b")
+            base = group.map("a")
+            following_c = {
+                number: msgspec.structs.replace(assignment, replicas={"b": "c", "c": ""})
+                for number, assignment in enumerate(base.partitions)
+            }
+            for node in "ac":
+                await group.set_map(node, base.revision + 16, following_c, base)
+            await group.start("b", has_bucket=True, is_empty=True)
+            await group.until(lambda: group.states("b") == REPLICA)
+            await group.until(lambda: highs(group, "b") == highs(group, "c"))
+            answers_before = asked_counts["b"]
+            await group.until(lambda: asked_counts["b"] > answers_before + 2)
+            assert highs(group, "b") == highs(group, "c") != highs(group, "a")
+            assert all(group.partition("b", number).is_incomplete for number in range(PARTITIONS))
+            await group.stop("c")
+        await group.start("c")
         await group.until(lambda: highs(group, "b") == highs(group, "a"))
-        assert all(group.partition("b", number).is_incomplete for number in range(PARTITIONS))
-        await add_replicas(group.operator(), "b")
         await group.until(lambda: not is_incomplete(group, "b"))
         assert group.states("b") == REPLICA
+        assert set(asked_counts) == {"b"}
+        # It is so on disk, too.
+        await group.stop("b")
+        await group.start("b", has_bucket=True)
+        assert not is_incomplete(group, "b")
 
 
 async def test_a_new_replica_that_still_copies_does_not_keep_another_from_being_chosen(

@@ -8,6 +8,7 @@ and is then there again. An operation that is in no test here fails the last one
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator
@@ -56,7 +57,13 @@ from upr_server.net.replies import STEP_REPLIES, ReplySteps
 from upr_server.net.silence_watch import SilenceWatch
 from upr_server.net.step_writes import WOKEN_MAX, StepWrites
 from upr_server.net.turns import BudgetedTurns, NetworkQueue, NetworkTurns, Turns
-from upr_server.replication import MapExchange, PartitionMaps, UserExchange
+from upr_server.replication import (
+    CopyCompletion,
+    MapExchange,
+    PartitionMaps,
+    UserExchange,
+    copy_completion,
+)
 from upr_server.replication.bucket_replicators import BucketReplicators
 from upr_server.replication.clustered_bucket import ClusteredBucket
 from upr_server.replication.local_server import LocalServer, streams_ended
@@ -865,6 +872,38 @@ async def test_a_replica(server: Server, autojump_clock: MockClock) -> None:
         work, lambda: check(server), then=work, every=3, reaching=REPLICA
     )
     steps.check_inside(*REPLICA)
+
+
+COMPLETION: Final = tries(CopyCompletion.run)
+
+
+async def test_asking_active_nodes_how_far_they_are(
+    server: Server, autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`z` follows `y`, which is down, and its copies may lack what it acknowledged."""
+    port = 77
+    # What runs in the node itself asks nobody meanwhile.
+    monkeypatch.setattr(copy_completion, "ASK_INTERVAL_S", math.inf)
+    new_map = PartitionMap(
+        bucket="b",
+        revision=2,
+        nodes={"a": f"{HOST}:{server.port}", "y": f"{HOST}:78", "z": f"{HOST}:{port}"},
+        partitions=(Assignment(active="a", replicas={"y": "", "z": "y"}),) * PARTITIONS,
+    )
+    await _give(server)
+    await server.partition_maps.set_map(1, new_map.encode())
+    async with node("z", port=port) as second_server:
+        await second_server.partition_maps.adopt_map_from("b", f"{HOST}:{server.port}")
+        await trio.sleep(10)  # the nodes' own questions have their connections by then
+        for partition in second_server.catalog.bucket("b").partitions:
+            partition.is_incomplete = True
+
+        async def work() -> None:
+            with trio.move_on_after(1.2):
+                await CopyCompletion(second_server.partition_maps).run()
+
+        steps = await cancelled_at_each_step(work, lambda: check(second_server), then=work)
+        steps.check_inside(*COMPLETION)
 
 
 # Events.

@@ -4,6 +4,7 @@
 - `roles` decides what a map makes of this node, without doing anything; `clustered_bucket` does it.
 - `map_exchange` asks other nodes whether they have a newer map, and `user_exchange` whether they
   have newer users; `node_connections` are what both ask over.
+- `copy_completion` asks active nodes when a copy that follows another replica is complete.
 - `bucket_replicators` runs a `replicator` for each node that this one replicates from. It is a
   consumer like any other, through the public client, and puts what comes on disk as it came
   (`received_snapshots`).
@@ -11,9 +12,10 @@
 The decision behind it: docs/adr/0010-replicas.md.
 """
 
+from upr_server.replication.copy_completion import CopyCompletion
 from upr_server.replication.local_server import LocalServer
 from upr_server.replication.map_exchange import MapExchange
 from upr_server.replication.partition_maps import PartitionMaps
 from upr_server.replication.user_exchange import UserExchange
 
-__all__ = ["LocalServer", "MapExchange", "PartitionMaps", "UserExchange"]
+__all__ = ["CopyCompletion", "LocalServer", "MapExchange", "PartitionMaps", "UserExchange"]

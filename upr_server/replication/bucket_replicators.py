@@ -6,7 +6,8 @@ from collections.abc import Collection, Generator, Mapping
 
 import trio
 
-from upr_protocol.ids import PartitionId
+from upr_protocol.failover import FailoverLog
+from upr_protocol.ids import PartitionId, SeqNo
 from upr_server.engine import Partition
 from upr_server.replication.local_server import LocalServer
 from upr_server.replication.received_snapshots import ReceivedSnapshots
@@ -45,6 +46,13 @@ class BucketReplicators:
     def discard_received(self, partition: PartitionId) -> None:
         """This node does not replicate the partition any more."""
         self._received_snapshots.pop(partition, None)
+
+    def note_active_number(
+        self, partition: PartitionId, active_log: FailoverLog, high_seq: SeqNo
+    ) -> None:
+        """The active node has everything up to `high_seq`; see `Replicator.note_active_number`."""
+        for replicator in self._replicators.values():
+            replicator.note_active_number(partition, active_log, high_seq)
 
     async def stop_all_but(
         self,

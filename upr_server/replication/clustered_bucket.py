@@ -97,6 +97,22 @@ class ClusteredBucket:
         self.lock = trio.Lock()
         self._nursery = nursery
 
+    def actives_of_incomplete(self) -> list[str]:
+        """The nodes that are active for partitions of which this node may lack what it
+        acknowledged, and which it copies from another replica. O(partitions)."""
+        assignments = [
+            self.map.partitions[partition.id]
+            for partition in self.disk.bucket.partitions
+            if partition.is_incomplete and partition.state is PartitionState.REPLICA
+        ]
+        return list(
+            dict.fromkeys(
+                assignment.active
+                for assignment in assignments
+                if assignment.active and assignment.source_of(self._node) != assignment.active
+            )
+        )
+
     async def follow_map(self) -> None:
         """Replicates from the nodes that the map names. Call it with `lock` held."""
         await trio.lowlevel.checkpoint()

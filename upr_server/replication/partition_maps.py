@@ -3,12 +3,12 @@ about it."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Final
 
 import trio
 
-from upr_protocol.client import Address, NodeClient
+from upr_protocol.client import Address, NodeClient, PartitionInfo
 from upr_protocol.concurrency import run_steps
 from upr_protocol.errors import ServerError, Status, UprError
 from upr_protocol.ids import PartitionId, PartitionState
@@ -123,6 +123,26 @@ class PartitionMaps:
             for name, address in clustered_bucket.map.nodes.items()
             if name != self.node
         }
+
+    def actives_of_incomplete(self, bucket: str) -> list[str]:
+        """The nodes that are active for partitions of a bucket of which this node may lack what it
+        acknowledged, and which it copies from another replica. O(partitions)."""
+        clustered_bucket = self._buckets.get(bucket)
+        return [] if clustered_bucket is None else clustered_bucket.actives_of_incomplete()
+
+    def note_active_numbers(
+        self, partition_map: PartitionMap, partitions: Iterable[PartitionInfo]
+    ) -> None:
+        """A node has said how far its partitions are under `partition_map`; it was asked when this
+        node had that map already. Copies of partitions that are active there are complete once they
+        have so much."""
+        clustered_bucket = self._buckets.get(partition_map.bucket)
+        if clustered_bucket is not None and clustered_bucket.map is partition_map:
+            for info in partitions:
+                if info.is_held and info.state is PartitionState.ACTIVE:
+                    clustered_bucket.replicators.note_active_number(
+                        info.partition, info.log, info.high_seq
+                    )
 
     def dropped_mutations(self, bucket: str) -> int:
         """How many received mutations of a bucket were dropped at the end: its disk was full."""

@@ -188,9 +188,9 @@ class ReceivedSnapshots:
             self.received_seq = last_chunk.start
 
     def note_active_seq(self, seq: SeqNo) -> None:
-        """The stream that has begun is the active node's, which had everything up to `seq` since
-        this node was started: with that the copy lacks nothing that this node acknowledged
-        before."""
+        """The active node had everything up to `seq` in the stream's history, when this node
+        acknowledged nothing more to others: with that the copy lacks nothing that this node
+        acknowledged before."""
         self._complete_from = seq
         if self._is_incomplete and not self._lacks_changes:
             self.has_unwritten = True

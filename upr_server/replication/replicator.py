@@ -333,6 +333,24 @@ class Replicator:
                 self._mark_dirty(event.partition)
             self._report(event.partition)
 
+    def note_active_number(
+        self, partition_id: PartitionId, active_log: FailoverLog, high_seq: SeqNo
+    ) -> None:
+        """The active node, which this one does not follow, has everything up to `high_seq`. Once
+        the copy has so much of the same history, it is complete. Nothing happens if this does not
+        replicate the partition from another replica."""
+        if (
+            partition_id not in self._consumers
+            or self.source.partitions[partition_id] is PartitionState.ACTIVE
+        ):
+            return
+        snapshots = self._received_snapshots[partition_id]
+        # The other replica may not have heard of a new history yet: its numbers prove nothing.
+        if snapshots.log.current == active_log.current:
+            snapshots.note_active_seq(high_seq)
+            if snapshots.has_unwritten:
+                self._mark_dirty(partition_id)
+
     def _report(self, partition_id: PartitionId) -> None:
         consumer = self._consumers.get(partition_id)
         if consumer is None:
