@@ -117,6 +117,8 @@ class FakeServer:
         """Whether nothing is streamed, and no barrier comes back."""
 
         self.name = ""
+        self.told_name = ""
+        """What it says that its name is; empty if it has other nodes not believe its maps."""
         self.map: PartitionMap | None = None
         """The partition map that it has; None: it holds the bucket alone."""
         self.refused_counters: dict[tuple[PartitionId, bytes], int] = {}
@@ -458,7 +460,10 @@ class FakeConnection:
             self._refuse(message, Status.NO_BUCKET)
             return
         document = "" if self._server.map is None else self._server.map.encode()
-        self.session.send(MapReply(self._server.map_revision, document, opaque=message.opaque))
+        server = self._server
+        self.session.send(
+            MapReply(server.map_revision, document, server.told_name, opaque=message.opaque)
+        )
 
     def _on_mutate(self, message: Mutate) -> None:
         server, bundle = self._server, message.bundle

@@ -16,6 +16,7 @@ from trio.testing import MockClock
 
 from tests.kit.answer_rows import unpack_rows
 from tests.kit.fake_cluster import FakeCluster
+from tests.kit.fake_partition import FakePartition
 from tests.kit.fake_server import BUCKET, FakeServer
 from tests.kit.placed_keys import key_in
 from tests.kit.process import eventually
@@ -85,6 +86,7 @@ OTHER_PARTITION: Final = PartitionId(1)
 REFUSED_EVENT: Final = "damaged partition; the others are served; run upr-server check"
 NOW: Final = 1000.0
 NEW_HISTORY: Final = 77
+OTHER_HISTORY: Final = 78
 LOST: Final = MutateResult(HistoryId(1), SeqNo(3), SeqNo(3), Cas(3))
 """The answer to a batch that only the lost history had."""
 
@@ -1158,3 +1160,26 @@ async def test_the_only_partition_of_a_node_that_is_refused_leaves_nobody_to_fol
         assert trouble(follower) == ""
         await follower.assign(Assignment("c", {"b": ""}))
         assert follower.partition.state is PartitionState.DEAD
+
+
+async def test_a_copy_that_a_replica_sent_back_to_0_is_completed_in_the_actives_history(
+    autojump_clock: MockClock,
+) -> None:
+    """The other replica may have more of an old history than the active node has of a new one."""
+    async with replica() as follower:
+        await follower.assign(Assignment("c", {"a": "", "b": "a"}))
+        await follower.receive(b"1", b"2")
+        await follower.persist()
+        assert not follower.partition.is_incomplete
+        active_node = follower.cluster.server("c")
+        active_node.told_name = "c"
+        active_node.partitions = [FakePartition(PARTITION, OTHER_HISTORY)]
+        await follower.lose(0)
+        await eventually(lambda: follower.partition.is_incomplete, "it is sent back to 0")
+        await follower.receive(b"1", b"2")
+        await follower.persist()
+        await trio.sleep(60)
+        assert follower.partition.is_incomplete
+        active_node.partitions = follower.source.partitions
+        await eventually(lambda: not follower.partition.is_incomplete, "it is complete")
+        assert follower.partition.high_seq == 2
