@@ -119,12 +119,12 @@ class _CountingTable:
     """A hash table that counts the entries that were looked at."""
 
     def __init__(self) -> None:
-        self.table = HashTable(MemoryAccount())
+        self.keys = HashTable(MemoryAccount())
         self.looked_at = 0
 
     def holds_item(self, key: bytes, seq: int) -> bool:
         self.looked_at += 1
-        return self.table.holds_item(key, seq)
+        return self.keys.holds_item(key, seq)
 
     def looks(self, call: Callable[[], object]) -> int:
         before = self.looked_at
@@ -136,37 +136,37 @@ def _stored(
     count: int, stale: int, memory: MemoryAccount | None = None
 ) -> tuple[_CountingTable, ExpiryIndex]:
     """An index with `count` entries, of which the first `stale` by their time are stale."""
-    counting = _CountingTable()
-    index = ExpiryIndex(counting, memory or MemoryAccount())  # type: ignore[arg-type]
+    table = _CountingTable()
+    index = ExpiryIndex(table, memory or MemoryAccount())  # type: ignore[arg-type]
     for seq in range(1, count + 1):
-        counting.table.put(b"%d" % seq, seq)
+        table.keys.put(b"%d" % seq, seq)
         index.add(seq, seq, b"%d" % seq)
     for seq in range(1, stale + 1):
-        counting.table.put(b"%d" % seq, count + seq, is_tombstone=True)
-    return counting, index
+        table.keys.put(b"%d" % seq, count + seq, is_tombstone=True)
+    return table, index
 
 
 def test_no_call_looks_at_more_entries_than_it_says() -> None:
-    counting, index = _stored(0, 0)
+    table, index = _stored(0, 0)
     for seq in range(1, MANY + 1):
-        looked_at_before = counting.looked_at
+        looked_at_before = table.looked_at
         index.add(seq, seq, b"%d" % seq)
-        assert counting.looked_at - looked_at_before <= LOOKS_AN_ADDITION
-    counting, index = _stored(MANY, MANY - 1)
+        assert table.looked_at - looked_at_before <= LOOKS_AN_ADDITION
+    table, index = _stored(MANY, MANY - 1)
     assert len(index) == MANY
-    assert counting.looks(index.next_expiry) <= STALE_MAX
-    assert counting.looks(lambda: index.is_due(MANY + 1)) <= STALE_MAX
-    assert counting.looks(lambda: index.take_expired(MANY + 1, 100)) <= 100
-    assert counting.looks(index.begin_cleaning) == 0
-    assert counting.looks(lambda: index.clean(100)) <= 100
+    assert table.looks(index.next_expiry) <= STALE_MAX
+    assert table.looks(lambda: index.is_due(MANY + 1)) <= STALE_MAX
+    assert table.looks(lambda: index.take_expired(MANY + 1, 100)) <= 100
+    assert table.looks(index.begin_cleaning) == 0
+    assert table.looks(lambda: index.clean(100)) <= 100
 
 
 def test_items_are_taken_by_their_times_while_the_index_is_being_cleaned() -> None:
     memory = MemoryAccount()
-    counting, index = _stored(100, 0, memory)
+    table, index = _stored(100, 0, memory)
     index.begin_cleaning()
     for seq in range(101, 111):
-        counting.table.put(b"%d" % seq, seq)
+        table.keys.put(b"%d" % seq, seq)
         index.add(seq - 100, seq, b"%d" % seq)
     assert index.is_cleaning
     assert index.next_expiry() == 1
@@ -178,11 +178,11 @@ def test_items_are_taken_by_their_times_while_the_index_is_being_cleaned() -> No
 
 
 def test_a_long_run_looks_at_few_entries_while_the_index_is_being_cleaned() -> None:
-    counting, index = _stored(MANY, MANY // 2)
+    table, index = _stored(MANY, MANY // 2)
     index.begin_cleaning()
     keys = [b"new %d" % number for number in range(4096)]
     entries = [(9, seq, key) for seq, key in enumerate(keys, MANY + 1)]
-    looks = counting.looks(lambda: index.add_all(entries))
+    looks = table.looks(lambda: index.add_all(entries))
     assert 0 < looks <= RUN_CLEAN_MAX
     while index.clean(100):
         pass
@@ -191,10 +191,10 @@ def test_a_long_run_looks_at_few_entries_while_the_index_is_being_cleaned() -> N
 
 def test_what_is_forgotten_is_given_back_in_steps() -> None:
     memory = MemoryAccount()
-    counting, index = _stored(MANY, 0, memory)
+    table, index = _stored(MANY, 0, memory)
     index.clear()
     assert (len(index), memory.expiries, index.next_expiry()) == (0, 0, None)
-    counting.table.put(b"new", MANY + 1)
+    table.keys.put(b"new", MANY + 1)
     index.add(5, MANY + 1, b"new")
     assert index.is_cleaning
     counts = []
@@ -232,6 +232,6 @@ def test_the_index_does_not_grow_with_stale_entries() -> None:
 
 
 def test_an_index_of_live_entries_is_not_cleaned_again_and_again() -> None:
-    counting, index = _stored(MANY, 0)
+    table, index = _stored(MANY, 0)
     assert len(index) == MANY
-    assert counting.looked_at < 1.5 * MANY
+    assert table.looked_at < 1.5 * MANY

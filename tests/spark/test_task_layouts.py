@@ -14,7 +14,7 @@ from pyspark.errors import PySparkException
 from pyspark.sql import DataFrame, SparkSession
 
 from tests.kit.process import ROOT, environment
-from tests.spark.counting import ONE_TASK, TWO_TASKS, Failing, count, put_increments
+from tests.spark.increments import ONE_TASK, TWO_TASKS, Failing, count, put_increments
 from tests.spark.test_writer import contents
 from upr_protocol.client import BlockingClient
 
@@ -27,7 +27,7 @@ def run_and_die(url: str, folder: Path) -> None:
         [
             sys.executable,
             "-c",
-            "from tests.spark.counting import main; main()",
+            "from tests.spark.increments import main; main()",
             url,
             str(folder),
         ],

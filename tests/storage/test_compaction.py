@@ -203,7 +203,7 @@ class Life(RuleBasedStateMachine):
         self.leases[lease_id] = self.lapsed.pop(lease_id)
 
     @invariant()
-    def what_is_leased_is_as_it_was(self) -> None:
+    def leased_rows_are_unchanged(self) -> None:
         whole = {lease.lease_id for lease in self.log.load().leases if lease.is_whole}
         assert whole == self.leases.keys() | self.lapsed.keys()
         for lease_id in whole:

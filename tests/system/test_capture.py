@@ -335,7 +335,7 @@ def check_recorded(recorded: bytes, texts: Sequence[bytes], *, is_seen: bool) ->
 
 
 @pytest.mark.parametrize("is_encrypted", effort([True], [True, False]))
-async def test_who_listens_in_between_sees_nothing(
+async def test_a_recorded_connection_shows_no_secret_if_it_is_encrypted(
     certificates: Certificates, tmp_path: Path, is_encrypted: bool
 ) -> None:
     """A command that is not run here fails the test."""

@@ -238,11 +238,11 @@ def dials(cluster: FakeCluster, monkeypatch: pytest.MonkeyPatch) -> Counter[str]
     counted: Counter[str] = Counter()
     dial = cluster.dial
 
-    async def counting(address: Address) -> trio.abc.Stream:
+    async def dial_and_count(address: Address) -> trio.abc.Stream:
         counted[address.host] += 1
         return await dial(address)
 
-    monkeypatch.setattr(cluster, "dial", counting)
+    monkeypatch.setattr(cluster, "dial", dial_and_count)
     return counted
 
 

@@ -191,13 +191,13 @@ def test_an_array_of_too_many_elements_costs_too_much() -> None:
 def test_long_parts_beside_an_array_are_encoded_once(monkeypatch: pytest.MonkeyPatch) -> None:
     encoded_bytes = 0
 
-    def counting(parts: Sequence[object]) -> bytes:
+    def encode_and_count(parts: Sequence[object]) -> bytes:
         nonlocal encoded_bytes
         encoded = encode_parts(parts)
         encoded_bytes += len(encoded)
         return encoded
 
-    monkeypatch.setattr("upr_server.indexer.pure.extractor.encode_parts", counting)
+    monkeypatch.setattr("upr_server.indexer.pure.extractor.encode_parts", encode_and_count)
     extractor = Extractor(IndexDefinition(("t", "x"), each="t"))
     assert extractor.entries(b"k", {"t": list(range(1000)), "x": "a" * 100_000}) == ((), b"")
     assert extractor.too_long == 1

@@ -32,11 +32,11 @@ def test_next_to_nothing_of_large_bodies_is_copied(
     session = pair.client
     receive, copied_bytes, received, reads = session.receive, [0], [], 0
 
-    def counting(data: bytes, now: float, filled: int = 0) -> None:
+    def receive_and_count(data: bytes, now: float, filled: int = 0) -> None:
         copied_bytes.append(len(data))
         receive(data, now, filled)
 
-    monkeypatch.setattr(session, "receive", counting)
+    monkeypatch.setattr(session, "receive", receive_and_count)
     scratch = new_scratch()
     with path.open("rb") as file:
         while read_available(file.fileno(), session, scratch, 0.0):
