@@ -76,7 +76,7 @@ class ServerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             failover to another node. A replica that would have to undo more starts from nothing.
         tls_certificate: The file with this server's certificate, and those between it and its
             authority; then every connection is encrypted, to other nodes too, which are shown the
-            same certificate. Empty for no encryption. All files are in PEM form, and are read anew
+            same certificate. Empty for no encryption. All files are in PEM form, and are read again
             when they change.
         tls_key: The file with the certificate's key; empty if it is in the same file.
         tls_client_ca: The file with the authorities of the clients' certificates; empty to ask

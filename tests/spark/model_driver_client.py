@@ -165,7 +165,7 @@ class ModelDriverClient:
             for partition_id, partition in enumerate(self.partitions)
         }
 
-    def partition_infos(self, *, anew: bool = False) -> Mapping[PartitionId, PartitionInfo]:
+    def partition_infos(self, *, refresh: bool = False) -> Mapping[PartitionId, PartitionInfo]:
         return {
             PartitionId(partition_id): PartitionInfo(
                 PartitionId(partition_id),

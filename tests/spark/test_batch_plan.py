@@ -201,9 +201,9 @@ def test_a_failover_between_the_ends_that_nothing_pins_and_their_logs_is_noticed
     """A task would wait until the new history has as many numbers."""
 
     class FailingBucket(ModelDriverClient):
-        def partition_infos(self, *, anew: bool = False) -> Mapping[PartitionId, PartitionInfo]:
+        def partition_infos(self, *, refresh: bool = False) -> Mapping[PartitionId, PartitionInfo]:
             self.fail_over(0, to)
-            return super().partition_infos(anew=anew)
+            return super().partition_infos(refresh=refresh)
 
     bucket = FailingBucket(1)
     for _ in range(10):

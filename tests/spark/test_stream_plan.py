@@ -758,9 +758,9 @@ def test_a_failover_while_a_batch_is_planned_is_noticed(
             self.fail_over_at("acquire_lease")
             return super().acquire_lease(lease_id, ranges)
 
-        def partition_infos(self, *, anew: bool = False) -> Any:
+        def partition_infos(self, *, refresh: bool = False) -> Any:
             self.fail_over_at("partition_infos")
-            return super().partition_infos(anew=anew)
+            return super().partition_infos(refresh=refresh)
 
     driver = FailingDriver(1)
     write_rows(driver, 0, 10)
@@ -789,10 +789,10 @@ def test_a_batch_that_cannot_be_planned_pins_nothing() -> None:
             self.is_away = True
             return super().acquire_lease(lease_id, ranges)
 
-        def partition_infos(self, *, anew: bool = False) -> Any:
+        def partition_infos(self, *, refresh: bool = False) -> Any:
             if self.is_away:
                 raise PipelineError("UPR_CONNECTION", "away")
-            return super().partition_infos(anew=anew)
+            return super().partition_infos(refresh=refresh)
 
     driver = FailingDriver(1)
     write_rows(driver, 0, 10)
@@ -809,11 +809,11 @@ def test_a_failover_while_the_beginning_is_looked_for_is_noticed(stability: str)
     """The new history has other changes up to 10, and the stream would not read them."""
 
     class FailingDriver(ModelDriverClient):
-        def partition_infos(self, *, anew: bool = False) -> Any:
+        def partition_infos(self, *, refresh: bool = False) -> Any:
             if self.partitions[0].high == 10:
                 self.fail_over(0, 4)
                 write_rows(self, 0, 3)
-            return super().partition_infos(anew=anew)
+            return super().partition_infos(refresh=refresh)
 
     driver = FailingDriver(1)
     write_rows(driver, 0, 10)
@@ -834,8 +834,8 @@ class LateDriver(ModelDriverClient):
         self.logs = super().partition_infos()
         return super().seqnos()
 
-    def partition_infos(self, *, anew: bool = False) -> Mapping[PartitionId, PartitionInfo]:
-        return super().partition_infos() if anew else self.logs
+    def partition_infos(self, *, refresh: bool = False) -> Mapping[PartitionId, PartitionInfo]:
+        return super().partition_infos() if refresh else self.logs
 
 
 def test_another_node_that_grants_the_lease_of_a_batch_is_noticed() -> None:
@@ -894,12 +894,12 @@ def test_a_batch_that_nothing_pins_does_not_end_where_a_new_history_has_yet_to_c
     class FailingDriver(ModelDriverClient):
         is_to_fail = False
 
-        def partition_infos(self, *, anew: bool = False) -> Mapping[PartitionId, PartitionInfo]:
+        def partition_infos(self, *, refresh: bool = False) -> Mapping[PartitionId, PartitionInfo]:
             if self.is_to_fail:
                 self.is_to_fail = False
                 self.fail_over(0, 15)
                 write_rows(self, 0, 3)
-            return super().partition_infos(anew=anew)
+            return super().partition_infos(refresh=refresh)
 
     driver = FailingDriver(1)
     write_rows(driver, 0, 10)
@@ -915,10 +915,10 @@ def test_a_batch_that_nothing_pins_does_not_end_where_a_new_history_has_yet_to_c
 @pytest.mark.parametrize("is_new", [False, True])
 def test_a_plan_that_meets_one_failover_after_another_ends(*, is_new: bool) -> None:
     class FailingDriver(LosingDriver):
-        def partition_infos(self, *, anew: bool = False) -> Mapping[PartitionId, PartitionInfo]:
+        def partition_infos(self, *, refresh: bool = False) -> Mapping[PartitionId, PartitionInfo]:
             if is_new:
                 self.fail_over(0, self.partitions[0].high)
-            return super().partition_infos(anew=anew)
+            return super().partition_infos(refresh=refresh)
 
     driver = FailingDriver(1)
     write_rows(driver, 0, 100)

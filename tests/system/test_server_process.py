@@ -126,7 +126,7 @@ async def test_standard_output_has_only_the_address(
         assert match, (out.read_text(), log.read_text())
         async with connect(f"upr://127.0.0.1:{match[1]}/") as client:
             assert await client.list_buckets() == []
-            # Without a certificate there is nothing to read anew, and it ends nothing.
+            # Without a certificate there is nothing to read again, and it ends nothing.
             process.send_signal(signal.SIGHUP)
             await eventually(
                 lambda: "SIGHUP" in log.read_text() or process.returncode is not None,

@@ -67,7 +67,7 @@ async def test_a_certificate_is_renewed_on_sighup(tmp_path: Path) -> None:
         assert "CN=localhost" in (await s_client(server)).out.replace(" ", "")
         first_certificate.replace_by(renewed)
         server.process.send_signal(signal.SIGHUP)
-        await eventually(lambda: bool(server.events("certificate read anew")), "it is read")
+        await eventually(lambda: bool(server.events("certificate read again")), "it is read")
         assert "CN=renewed" in (await s_client(server)).out.replace(" ", "")
 
 
@@ -86,7 +86,9 @@ async def test_a_hangup_that_reaches_the_disk_s_processes_ends_none_of_them(
                 await client.seqnos_at_time(0)
                 for pid in (*children_of(server.process.pid), server.process.pid):
                     os.kill(pid, signal.SIGHUP)
-                await eventually(lambda: bool(server.events("certificate read anew")), "it is read")
+                await eventually(
+                    lambda: bool(server.events("certificate read again")), "it is read"
+                )
 
 
 async def test_the_system_s_authorities_are_those_of_a_file_that_a_variable_names(

@@ -48,9 +48,9 @@ class DriverClient(Protocol):
         the numbers that were asked for last. It has none of them if it was deleted and created
         again. An empty log stands for any history."""
 
-    def partition_infos(self, *, anew: bool = False) -> Mapping[PartitionId, PartitionInfo]:
+    def partition_infos(self, *, refresh: bool = False) -> Mapping[PartitionId, PartitionInfo]:
         """Each partition's failover log, at least as new as the numbers that were asked for last,
-        and its purge number, which is asked for again only with `anew`."""
+        and its purge number, which is asked for again only with `refresh`."""
 
     def wait_until_persisted(self) -> Mapping[PartitionId, PartitionNumbers]:
         """Waits until all is on disk that the bucket has when this is called: a barrier. Gives how
@@ -194,9 +194,9 @@ class BucketDriverClient:
         infos = self._connection.ask(lambda client: client.partitions())
         return {info.partition: info.log for info in infos}
 
-    def partition_infos(self, *, anew: bool = False) -> Mapping[PartitionId, PartitionInfo]:
+    def partition_infos(self, *, refresh: bool = False) -> Mapping[PartitionId, PartitionInfo]:
         infos = self._fetch_infos()
-        if anew or any(
+        if refresh or any(
             partition not in infos or infos[partition].log.current != numbers.history_id
             for partition, numbers in self._numbers.items()
         ):

@@ -296,7 +296,7 @@ class StreamPlan:
     def _after_purges(self, partitions: Partitions) -> Partitions:
         """Where the stream goes on if it was away for so long that the server has removed deletions
         behind it."""
-        infos = self._driver.partition_infos(anew=True)
+        infos = self._driver.partition_infos(refresh=True)
         new_offsets = dict(partitions)
         for partition, offset in partitions.items():
             if partition not in infos or not 0 < offset.seq < infos[partition].purge_seq:

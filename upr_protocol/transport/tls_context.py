@@ -25,7 +25,7 @@ T = TypeVar("T")
 
 
 def client_context(settings: TlsSettings) -> ssl.SSLContext:
-    """What a client needs to connect. The files are read anew when they have changed.
+    """What a client needs to connect. The files are read again when they have changed.
 
     Raises:
         TlsError: A file cannot be used; the message says which and why.

@@ -166,7 +166,7 @@ class Certificates:
                 "the certificate stays as it was; the new files are of no use", error=str(error)
             )
         else:
-            log.info("certificate read anew", file=self._files.certificate)
+            log.info("certificate read again", file=self._files.certificate)
 
     async def reload_at(self, signals: AsyncIterator[int]) -> None:
         """Reads the files at each signal, for ever."""

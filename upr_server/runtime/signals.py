@@ -59,7 +59,7 @@ async def _note_hangups(hangups: AsyncIterator[int]) -> None:
     """Those that what runs does not receive itself."""
     while True:
         name = await _next(hangups)
-        log.info("signal ignored: there is no certificate to read anew now", signal=name)
+        log.info("signal ignored: there is no certificate to read again now", signal=name)
 
 
 async def _next(signals: AsyncIterator[int]) -> str:

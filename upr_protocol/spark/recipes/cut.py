@@ -166,7 +166,7 @@ def pin_cut(
     """
     for _ in range(NEW_LEASE_TRIES):
         seqnos = driver.wait_until_persisted()
-        requested_starts = starts_of(driver.partition_infos(anew=True))
+        requested_starts = starts_of(driver.partition_infos(refresh=True))
         starts = {partition: requested_starts.get(partition, SeqNo(0)) for partition in seqnos}
         lease = acquire_new_lease(
             driver, [(partition, seq, SEQ_MAX) for partition, seq in starts.items()]
