@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final
 
 from benchmarks.kit.machine import ROOT
-from benchmarks.kit.results import OTHER_RESULTS, read_results
+from benchmarks.kit.results import other_machines, read_results
 from benchmarks.plots import draw
 
 PAGE: Final = ROOT / "docs" / "performance.md"
@@ -51,7 +51,7 @@ def main() -> int:
         _starts(lines),
         _life(lines),
         _provenance(lines),
-        _other_machine(read_results(OTHER_RESULTS)),
+        *map(_other_machine, other_machines()),
     ]
     PAGE.write_text(
         before + begin + "\n\n" + "\n\n".join(filter(None, parts)) + "\n\n" + end + after
@@ -359,8 +359,6 @@ def _provenance(lines: Sequence[Line]) -> str:
 
 def _other_machine(lines: Sequence[Line]) -> str:
     """What the rows come to on another machine."""
-    if not lines:
-        return ""
     rows = [
         (
             *_compared(line),
@@ -388,8 +386,10 @@ def _runs(started_at: Mapping[str, set[str]]) -> str:
 
 
 def _machine(machine: Mapping[str, Any]) -> str:
+    cache = machine.get("second_level_cache", "")
     return (
-        f"{machine['processor']}, {machine['cores']} cores, {machine['memory_gib']:g} GiB, "
+        f"{machine['processor']}, {f'{cache} of second-level cache a core, ' if cache else ''}"
+        f"{machine['cores']} cores, {machine['memory_gib']:g} GiB, "
         f"Linux {machine['kernel']}, {machine.get('file_system', 'unknown file system')}, "
         f"Python {machine['python']}, {machine['redis']}"
     )

@@ -26,6 +26,7 @@ def machine_facts() -> dict[str, Any]:
     """What a reader needs to know of the machine, as far as the system tells."""
     return {
         "processor": _processor(),
+        "second_level_cache": _second_level_cache(),
         "cores": len(os.sched_getaffinity(0)),
         "file_system": _first_line("stat", "--file-system", "--format=%T", tempfile.gettempdir()),
         "memory_gib": round(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30, 1),
@@ -67,6 +68,15 @@ def _processor() -> str:
     except OSError:
         pass
     return platform.machine()
+
+
+def _second_level_cache() -> str:
+    """The size of a core's second-level cache; empty if the system does not tell."""
+    folder = Path("/sys/devices/system/cpu/cpu0/cache/index2")
+    try:
+        return (folder / "size").read_text().strip().replace("K", " KiB")
+    except OSError:
+        return ""
 
 
 def _first_line(*command: str) -> str:

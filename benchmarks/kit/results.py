@@ -14,7 +14,8 @@ from benchmarks.kit.machine import ROOT, commit, load_average, machine_facts
 RESULTS: Final = ROOT / "benchmarks" / "results"
 
 OTHER_RESULTS: Final = RESULTS / "other"
-"""Results of another machine, moved here by hand, to be shown beside those of `RESULTS`."""
+"""Results of other machines, moved here by hand, to be shown beside those of `RESULTS`: a folder
+for each machine."""
 
 
 def now() -> str:
@@ -44,6 +45,12 @@ def write_results(name: str, figures: Sequence[Figure], other_load: float, run: 
     path = RESULTS / f"{name}.json"
     path.write_text(json.dumps({"rows": rows}, indent=2) + "\n")
     return path
+
+
+def other_machines() -> list[list[dict[str, Any]]]:
+    """The lines of each other machine, by the names of their folders."""
+    folders = sorted(path for path in OTHER_RESULTS.glob("*") if path.is_dir())
+    return [read_results(folder) for folder in folders]
 
 
 def read_results(folder: Path = RESULTS) -> list[dict[str, Any]]:
