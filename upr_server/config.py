@@ -62,8 +62,7 @@ class ServerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     Attributes:
         listen: `HOST:PORT`; port 0 takes a free one.
-        identity: The server's name for itself; empty takes the host's name. Any text, if `node` is
-            set.
+        identity: The server's name for itself; empty takes the host's name.
         node: What partition maps call this server; empty takes `identity`.
         quota_bytes: The memory quota of a bucket that is created without one.
         connections_max: How many connections may be open at a time.
@@ -212,15 +211,10 @@ class ServerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
                 "identity must not have control, format or separator characters, not "
                 f"{self.identity!r}"
             )
-        name = self.node or self.identity
-        if name and not NODE_NAME.fullmatch(name):
-            allowed = "1 to 100 letters, digits, dots, underscores or hyphens"
-            if self.node:
-                raise ConfigError(f"node must be {allowed}, not {name!r}")
-            # Otherwise only `upr replicas add` would notice, perhaps years later.
+        if self.node and not NODE_NAME.fullmatch(self.node):
             raise ConfigError(
-                f"identity is also the node's name if node is not set, and then must be {allowed}, "
-                f"not {name!r}: change it, or set node"
+                "node must be 1 to 100 letters, digits, dots, underscores or hyphens, not "
+                f"{self.node!r}"
             )
         certificate_files(self)
         for setting, is_set in (

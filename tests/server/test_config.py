@@ -72,11 +72,6 @@ def test_text_from_the_environment_is_converted() -> None:
         ({"disk_bytes_max": "-1"}, "disk_bytes_max"),
         ({"identity": "é" * 101}, "200 bytes"),
         ({"identity": "\udcff"}, "must be UTF-8"),
-        (
-            {"identity": "node 7"},
-            r"identity is also the node's name .* dots, underscores or hyphens, not 'node 7'",
-        ),
-        ({"node": "node 7"}, "node must be 1 to 100 letters, digits, .* not 'node 7'"),
         ({"quota_bytes": "many"}, "quota_bytes"),
         ({"log_level": "loud"}, "log_level`; use debug, info, warning or error"),
         ({"tls_version_min": "1.1"}, r"tls_version_min`; use 1\.2 or 1\.3"),
@@ -122,7 +117,6 @@ def test_a_printed_configuration_reads_back(tmp_path: Path) -> None:
     config = ServerConfig(
         listen="[::1]:7",
         identity='a "quoted" näme\\ with words',
-        node="a-name",
         data_dir='two\x7fcontrols\tand a "quote"',
         send_timeout_s=float("inf"),
         shutdown_deadline_s=1.5,

@@ -57,7 +57,6 @@ SIGNALS: Final = (signal.SIGTERM, signal.SIGINT)
 
 SETTINGS: Final = f"""\
 identity = "from the file"
-node = "n"
 quota_bytes = 5000000
 shutdown_deadline_s = 1.5
 
