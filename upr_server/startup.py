@@ -17,6 +17,7 @@ import trio
 
 import upr_kernel
 from upr_protocol.concurrency import background_nursery, first_failure
+from upr_protocol.partition_map import NODE_NAME
 from upr_server.config import ServerConfig
 from upr_server.runtime import AuditLog, essential, file_limit, is_loopback, run_until_signal
 from upr_server.storage.errors import DiskFullError
@@ -107,6 +108,12 @@ async def serve(config: ServerConfig, on_listening: Callable[[Server], None]) ->
                 connections=connections_max,
                 connections_max=connections_wanted,
                 open_files=files_max,
+            )
+        if not NODE_NAME.fullmatch(server.partition_maps.node):
+            log.warning(
+                "no partition map can name this server: set node to 1 to 100 letters, digits, "
+                "dots, underscores or hyphens before it gets replicas",
+                node=server.partition_maps.node,
             )
         if config.insecure_no_authentication and not is_loopback(server.host):
             log.warning(

@@ -53,6 +53,8 @@ from upr_server.runtime import OUT_OF_MEMORY
 BUCKET: Final = "planes"
 PARTITIONS: Final = 4
 
+NO_NODE_NAME: Final = "no partition map can name this server"
+
 SIGNALS: Final = (signal.SIGTERM, signal.SIGINT)
 
 SETTINGS: Final = f"""\
@@ -270,9 +272,11 @@ async def test_a_server_is_what_its_file_and_environment_say(settings: Path) -> 
         "UPR_SERVER_CONFIG": str(settings),
         "UPR_SERVER_IDENTITY": "from the environment",
         "UPR_SERVER_LISTEN": "192.0.2.1:1",
+        "UPR_SERVER_NODE": "environment",
         "UPR_SERVER_QUOTA_BYTES": "6000000",
     }
     async with server_process(variables=variables) as server:
+        assert NO_NODE_NAME not in server.log_text
         async with peer(server.host, server.port, greeted=False) as stranger:
             assert (await stranger.greet()).identity == "from the environment"
         async with connect(server.url()) as client:
@@ -290,6 +294,7 @@ async def test_a_server_is_what_its_file_and_environment_say(settings: Path) -> 
         peer(server.host, server.port, greeted=False) as stranger,
     ):
         assert (await stranger.greet()).identity == "from the file"
+        assert NO_NODE_NAME in server.log_text
         if sys.platform == "linux":
             _, files_max = resource.getrlimit(resource.RLIMIT_NOFILE)
             limits = resource.prlimit(server.process.pid, resource.RLIMIT_NOFILE)
