@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import gc
 import platform
 import subprocess
 import sys
@@ -18,9 +17,7 @@ from upr_server.runtime.memory_return import (
     COUNTED_ITEMS,
     FALL_BYTES,
     PAUSE_MAX,
-    YOUNG_OBJECTS,
     HeapTrimmer,
-    YoungObjects,
     resident_bytes,
     sums_in_steps,
 )
@@ -244,35 +241,3 @@ def test_what_items_take_is_counted_in_steps(count: int) -> None:
 
 def test_what_is_resident_is_told() -> None:
     assert resident_bytes() > MIB or not sys.platform.startswith("linux")
-
-
-@given(st.lists(st.one_of(st.none(), st.integers(1, YOUNG_OBJECTS // 2)), max_size=60))
-def test_young_objects_are_looked_at_in_time(made: list[int | None]) -> None:
-    """None stands for a collection that Python begins itself."""
-    collections = 0
-
-    def collect() -> None:
-        nonlocal collections
-        collections += 1
-
-    young = YoungObjects(collect)
-    young.note_made(YOUNG_OBJECTS)
-    collections_before_start = collections
-    young.start()
-    try:
-        assert (collections_before_start, collections) == (0, 1)
-        gc.collect(0)
-        count = 0
-        for objects in made:
-            before = collections
-            if objects is None:
-                gc.collect(0)
-                count = 0
-                continue
-            young.note_made(objects)
-            count += objects
-            assert collections == before + (count >= YOUNG_OBJECTS)
-            if count >= YOUNG_OBJECTS:
-                count = 0
-    finally:
-        young.stop()

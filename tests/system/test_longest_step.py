@@ -26,6 +26,7 @@ from upr_protocol.failover import NOTHING_YET
 from upr_protocol.ids import Durability, PartitionId, PartitionState
 from upr_protocol.limits import PARTITIONS_MAX, VALUE_BYTES_MAX
 from upr_protocol.wire import Go, Seqnos, SeqnosReply, Stats, StatsReply, Stream
+from upr_server.runtime import keeps_ended_frames
 
 pytestmark = [
     pytest.mark.skipif(sys.platform != "linux", reason="memory is read from /proc"),
@@ -82,6 +83,9 @@ async def test_an_attack(attack: Attack) -> None:
             await attack(Target(server.host, server.port))
 
 
+@pytest.mark.skipif(
+    keeps_ended_frames(), reason="on this Python a server's collector looks at all objects"
+)
 async def test_statistics_of_many_buckets_and_connections() -> None:
     buckets = effort(20, 50)
     async with quick_server() as server, AsyncExitStack() as stack:

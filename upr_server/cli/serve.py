@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import faulthandler
 import os
+import platform
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
+import structlog
 import trio
 
 import upr_kernel
@@ -21,7 +23,9 @@ from upr_server.runtime import (
     OUT_OF_MEMORY,
     ConfigError,
     collect_only_young,
+    collect_rarely,
     keep_heap_small,
+    keeps_ended_frames,
     raise_file_limit,
     set_up_logging,
 )
@@ -29,6 +33,8 @@ from upr_server.startup import serve
 
 if TYPE_CHECKING:
     from upr_server.app import Server
+
+log = structlog.get_logger(__name__)
 
 
 @click.command("serve")
@@ -48,7 +54,9 @@ def serve_command(config_path: Path | None, **options: Any) -> None:
     keep_heap_small()
     # Each connection is a file.
     raise_file_limit()
-    collect_only_young()
+    keeps_frames = keeps_ended_frames()
+    # Where ended calls are in reference cycles, only a look at all objects frees them.
+    (collect_rarely if keeps_frames else collect_only_young)()
 
     loss, is_listening = "", False
 
@@ -61,6 +69,13 @@ def serve_command(config_path: Path | None, **options: Any) -> None:
         except OSError:
             # Nobody reads it, or its disk is full. The log says the same.
             discard_output()
+        if keeps_frames:
+            log.warning(
+                "this release of Python keeps ended calls in reference cycles; to free them holds "
+                "up this server for some tenths of a second now and then: use Python 3.11, or a "
+                "newer release of 3.13 or 3.14",
+                python=platform.python_version(),
+            )
 
     try:
         loss = trio.run(serve, config, on_listening)

@@ -2,6 +2,12 @@
 
 from upr_server.runtime.audit_log import AuditLog, AuditLogError
 from upr_server.runtime.certificates import CertificateFiles, Certificates, certificate_files
+from upr_server.runtime.collector import (
+    YoungObjects,
+    collect_only_young,
+    collect_rarely,
+    keeps_ended_frames,
+)
 from upr_server.runtime.failed_log_ins import (
     FAILURE_DELAY_S,
     FAILURES_MAX,
@@ -18,14 +24,7 @@ from upr_server.runtime.listeners import (
     parse_listen,
 )
 from upr_server.runtime.logging import set_up_logging
-from upr_server.runtime.memory_return import (
-    HeapTrimmer,
-    YoungObjects,
-    collect_only_young,
-    collect_rarely,
-    keep_heap_small,
-    sums_in_steps,
-)
+from upr_server.runtime.memory_return import HeapTrimmer, keep_heap_small, sums_in_steps
 from upr_server.runtime.open_files import file_limit, raise_file_limit
 from upr_server.runtime.settings import ConfigError, load_settings
 from upr_server.runtime.signals import run_until_signal
@@ -59,6 +58,7 @@ __all__ = [
     "in_background",
     "is_loopback",
     "keep_heap_small",
+    "keeps_ended_frames",
     "load_settings",
     "network_of",
     "open_listeners",

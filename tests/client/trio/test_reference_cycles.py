@@ -1,8 +1,8 @@
 """What a client held is freed when it ends, without Python's collector.
 
-A server has the collector look only at young objects (`collect_only_young`). It uses this client
-for its replicas and for its partition maps, so a client that ends in a reference cycle would keep
-the server's memory for good.
+A server has the collector look only at young objects (`collect_only_young`), where Python allows
+that. It uses this client for its replicas and for its partition maps, so a client that ends in a
+reference cycle would keep the server's memory for good.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from upr_protocol.address import Address
 from upr_protocol.client import connect, consume, open_node, publisher
 from upr_protocol.errors import UprError
 from upr_protocol.session import ClientSession
+from upr_server.runtime import keeps_ended_frames
 
 URL: Final = "upr://fake/b"
 BATCHES_OF_A_PUBLISHER: Final = "upr_protocol.client.core"
@@ -79,6 +80,9 @@ Use = Callable[[FakeNet, Callable[[], Awaitable[None]]], Awaitable[None]]
 """Uses a client, and calls the function while it is connected."""
 
 
+@pytest.mark.skipif(
+    keeps_ended_frames(), reason="this Python keeps cancelled calls in reference cycles"
+)
 @pytest.mark.parametrize("use", [request, stream, replicate, publish, ask_node])
 @pytest.mark.parametrize(
     "how",
