@@ -75,6 +75,8 @@ class Authority:
         openssl(
             *("req", "-x509", *_KEY, "-keyout", f"{name}.key", "-out", self.ca),
             *("-days", "30", "-subj", f"/CN={name}"),
+            # Python 3.13 wants it of an authority.
+            *("-addext", "keyUsage=critical,keyCertSign,cRLSign"),
             folder=folder,
         )
 
