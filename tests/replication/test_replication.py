@@ -63,10 +63,11 @@ async def write(group: TestCluster, name: str, count: int, value: str = "value")
 
 
 def unconfirmed(group: TestCluster, name: str) -> bool:
-    """Whether a node still waits for a peer."""
+    """Whether a node still waits for a peer, or has yet to become what the confirmed map says."""
     server = group.nodes[name].server
     assert server is not None
-    return not server.partition_maps.statistics(BUCKET)["is_confirmed"]
+    clustered_bucket = server.partition_maps._buckets[BUCKET]
+    return not clustered_bucket.is_confirmed or clustered_bucket.lock.locked()
 
 
 def states(group: TestCluster, name: str) -> list[PartitionState]:
