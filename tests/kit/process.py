@@ -100,7 +100,8 @@ class ServerProcess:
 
     def events(self, name: str = "") -> list[dict[str, Any]]:
         """The log's events, or those with this name."""
-        lines = self.log_text.splitlines()
+        # Of a line that is being written, the file may have a part.
+        lines = self.log_text.rpartition("\n")[0].splitlines()
         events = [json.loads(line) for line in lines if not line.startswith("upr-server: ")]
         return [event for event in events if name in ("", event["event"])]
 

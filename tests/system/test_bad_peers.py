@@ -15,7 +15,7 @@ from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from itertools import count
 from struct import pack
-from typing import Final
+from typing import Any, Final
 
 import pytest
 import trio
@@ -726,7 +726,12 @@ async def test_running_out_of_descriptors() -> None:
     """The server may have 64, and says at its start that these are few; 200 peers come. Those who
     were in stay in; others are refused or wait, unheard, and are heard once there is room."""
     async with attacked(descriptors_max=64) as server, AsyncExitStack() as stack:
-        (few,) = [event for event in server.events() if "open_files" in event]
+
+        def warnings() -> list[dict[str, Any]]:
+            return [event for event in server.events() if "open_files" in event]
+
+        await eventually(lambda: bool(warnings()), "it warns")
+        (few,) = warnings()
         assert "ulimit -Hn" in few["event"]
         assert (few["connections"], few["connections_max"], few["open_files"]) == (32, 10_000, 64)
         strangers = []
