@@ -14,7 +14,7 @@ import msgspec
 import pytest
 import trio
 
-from tests.indexer.kit import a_server, an_indexer, until_ready
+from tests.indexer.kit import a_server, an_indexer, name_of, until_ready
 from tests.kit.process import eventually
 from upr_protocol.client import (
     Client,
@@ -254,10 +254,13 @@ MUCH: Final[dict[str, Any]] = {"prefix": ["c" * 100]}
 
 
 async def write_much(site: Site) -> None:
-    """Documents that come to some 750 kB of entries."""
+    """Documents that come to some 750 kB of entries, and are in the index."""
     async with publisher(site.url) as writer:
         for index in range(5000):
             await writer.set(f"m{index:04}", json.dumps({"city": "c" * 100, "n": index}))
+    (part,) = site.indexer.slices
+    file = part.definitions.find(name_of("d/both")).file
+    await eventually(lambda: file.entry_count() == 5020, "they are in the index")
 
 
 class Reader:
