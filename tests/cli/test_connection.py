@@ -12,7 +12,7 @@ from trio.testing import MockClock
 from tests.cli.conftest import Run
 from upr_protocol.cli import connection
 from upr_protocol.cli.connection import report_connection, report_waiting
-from upr_protocol.cli.errors import CONNECTION_ADVICE
+from upr_protocol.cli.errors import CONNECTION_ADVICE, say
 from upr_protocol.client import Address
 
 
@@ -67,12 +67,26 @@ async def test_a_command_that_waits_says_why(
 def test_a_command_whose_server_says_nothing_says_that_it_waits(
     run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    has_told = threading.Event()
+
+    def say_noted(sentence: str) -> None:
+        say(sentence)
+        has_told.set()
+
+    def break_connection() -> None:
+        stream, _ = listener.accept()
+        with stream:
+            # Something to read is there, and is left unread: that breaks the connection.
+            stream.recv(1, socket.MSG_PEEK)
+            has_told.wait(60)
+
     monkeypatch.setattr(connection, "SILENT_S", 0.01)
+    monkeypatch.setattr(connection, "say", say_noted)
     with socket.create_server(("127.0.0.1", 0)) as listener:
         url = f"upr://127.0.0.1:{listener.getsockname()[1]}/b"
-        timer = threading.Timer(0.3, listener.close)
-        timer.start()
+        thread = threading.Thread(target=break_connection)
+        thread.start()
         told_first, told_last = run("get", url, "k", code=4).stderr.splitlines()
-        timer.join()
+        thread.join()
     assert told_first == f"upr: no answer from {url} yet; still waiting"
     assert "the connection was lost" in told_last
