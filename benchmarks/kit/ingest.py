@@ -10,6 +10,7 @@ import attrs
 from benchmarks.kit.figures import Figure, Spread
 from benchmarks.kit.processes import UprServer, Worker
 from benchmarks.kit.redis_benchmark import Added
+from benchmarks.kit.upkeep import rest
 from benchmarks.kit.work import KEYS, PARTITIONS
 
 CONNECTIONS: Final = 4
@@ -54,6 +55,14 @@ def publishers(server: UprServer, chunk_mutations: int, durability: str = "MEMOR
         chunk_mutations=chunk_mutations,
         durability=durability,
     )
+
+
+def publish_and_rest(server: UprServer, client: Worker, mutations: int) -> Published:
+    """One run. What the server does on its disk afterwards has ended when this returns: it would
+    take processor time from the next side."""
+    published = publish(server, client, mutations)
+    rest(server)
+    return published
 
 
 def publish(server: UprServer, client: Worker, mutations: int) -> Published:

@@ -11,7 +11,7 @@ from benchmarks.kit.ingest import (
     REDIS_COUNT,
     Published,
     figure,
-    publish,
+    publish_and_rest,
     publishers,
 )
 from benchmarks.kit.processes import RedisServer, UprServer
@@ -31,15 +31,15 @@ def measure(runs: int, say: Callable[[str], None]) -> list[Figure]:
     ):
         large_client.answer()
         small_client.answer()
-        publish(large, large_client, 1_000_000)
-        publish(small, small_client, 200_000)
+        publish_and_rest(large, large_client, 1_000_000)
+        publish_and_rest(small, small_client, 200_000)
         xadd(redis, connections=CONNECTIONS, pipeline=PIPELINES[0], count=REDIS_COUNT)
         b1: list[Published] = []
         b1s: list[Published] = []
         peers: dict[int, list[Added]] = {pipeline: [] for pipeline in PIPELINES}
         for index in range(runs):
-            b1.append(publish(large, large_client, 4_000_000))
-            b1s.append(publish(small, small_client, 800_000))
+            b1.append(publish_and_rest(large, large_client, 4_000_000))
+            b1s.append(publish_and_rest(small, small_client, 800_000))
             for pipeline, added in peers.items():
                 added.append(
                     xadd(redis, connections=CONNECTIONS, pipeline=pipeline, count=REDIS_COUNT)

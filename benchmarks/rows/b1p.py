@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Final
 
 from benchmarks.kit.figures import Figure
-from benchmarks.kit.ingest import CONNECTIONS, Published, figure, publish
+from benchmarks.kit.ingest import CONNECTIONS, Published, figure, publish_and_rest
 from benchmarks.kit.processes import RedisServer, UprServer, Worker
 from benchmarks.kit.redis_benchmark import Added, set_keys
 from benchmarks.kit.work import PARTITIONS
@@ -33,12 +33,12 @@ def measure(runs: int, say: Callable[[str], None]) -> list[Figure]:
         ) as client,
     ):
         client.answer()
-        publish(server, client, COUNT // 10)
+        publish_and_rest(server, client, COUNT // 10)
         set_keys(redis, connections=CONNECTIONS, pipeline=PIPELINE, count=REDIS_COUNT)
         ours: list[Published] = []
         peer: list[Added] = []
         for index in range(runs):
-            ours.append(publish(server, client, COUNT))
+            ours.append(publish_and_rest(server, client, COUNT))
             peer.append(
                 set_keys(redis, connections=CONNECTIONS, pipeline=PIPELINE, count=REDIS_COUNT)
             )

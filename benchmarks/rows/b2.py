@@ -13,7 +13,7 @@ from benchmarks.kit.ingest import (
     REDIS_COUNT,
     Published,
     figure,
-    publish,
+    publish_and_rest,
     publishers,
 )
 from benchmarks.kit.machine import check_disk
@@ -39,15 +39,15 @@ def measure(runs: int, say: Callable[[str], None]) -> list[Figure]:
     ):
         large_client.answer()
         small_client.answer()
-        publish(large, large_client, RUN // 4)
-        publish(small, small_client, SMALL_RUN // 4)
+        publish_and_rest(large, large_client, RUN // 4)
+        publish_and_rest(small, small_client, SMALL_RUN // 4)
         xadd(redis, connections=CONNECTIONS, pipeline=PIPELINES[0], count=REDIS_COUNT // 4)
         b2: list[Published] = []
         b2s: list[Published] = []
         peers: dict[int, list[Added]] = {pipeline: [] for pipeline in PIPELINES}
         for index in range(runs):
-            b2.append(publish(large, large_client, RUN))
-            b2s.append(publish(small, small_client, SMALL_RUN))
+            b2.append(publish_and_rest(large, large_client, RUN))
+            b2s.append(publish_and_rest(small, small_client, SMALL_RUN))
             for pipeline, added in peers.items():
                 added.append(
                     xadd(redis, connections=CONNECTIONS, pipeline=pipeline, count=REDIS_COUNT)
