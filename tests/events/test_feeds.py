@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
@@ -12,6 +11,7 @@ import pytest
 import trio
 
 from tests.kit.fake_net import CuttableStream
+from tests.kit.ports import free_port
 from tests.kit.process import eventually
 from upr_protocol.bucket_event import ANY_DESIGN, BucketEvent, BucketFate, EventKind
 from upr_protocol.client import (
@@ -284,9 +284,7 @@ async def test_a_run_without_a_bus_has_consumers_look_at_everything() -> None:
 
 
 async def test_a_feed_survives_a_restart_of_the_server(tmp_path: Path) -> None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     config = ServerConfig(
         listen=f"127.0.0.1:{port}", data_dir=str(tmp_path), buckets=CONFIG.buckets
     )

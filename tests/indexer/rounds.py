@@ -7,20 +7,18 @@ answer is compared with a scan by brute force of the documents at the answer's t
 from __future__ import annotations
 
 import argparse
-import itertools
 import json
 import os
 import random
 import re
 import signal
-import socket
 import sys
 import tempfile
 import threading
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Final
 
@@ -30,6 +28,7 @@ from tests.cli.processes import start_server
 from tests.indexer.kit import by_brute_force
 from tests.indexer.processes import DEADLINE_S, IndexerProcess, indexer_process, workers_of
 from tests.indexer.write_log import WriteLog
+from tests.kit.ports import free_ports
 from tests.kit.process import POLL_S
 from upr_protocol.client import BlockingClient, IndexClient, IndexerError
 from upr_server.indexer.pure.definition import IndexDefinition
@@ -88,24 +87,6 @@ class Load(threading.Thread):
 def breathe(pause_s: float = POLL_S) -> None:
     """Between two questions to processes that can only be asked."""
     threading.Event().wait(pause_s)
-
-
-# Below those that systems give to whoever asks for any port, or connects. Each process begins
-# elsewhere.
-_PORTS: Final = range(10_000, 30_000)
-_next_port = itertools.count(os.getpid() * 64)
-
-
-def free_ports(count: int) -> list[int]:
-    """Ports that are free, and stay so until a test listens at them."""
-    ports: list[int] = []
-    while len(ports) < count:
-        port = _PORTS[next(_next_port) % len(_PORTS)]
-        with socket.socket() as probe, suppress(OSError):
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            probe.bind(("127.0.0.1", port))
-            ports.append(port)
-    return ports
 
 
 @attrs.define(eq=False)

@@ -16,11 +16,11 @@ import trio
 
 from tests.indexer.kit import a_server, an_indexer, ask
 from tests.indexer.node_kit import until_ready
-from tests.indexer.rounds import free_ports
 from tests.indexer.test_http_access import users_of_the_table
 from tests.indexer.test_slices import NoListener
 from tests.indexer.test_tls import upr_index
 from tests.kit.certificates import Certificates
+from tests.kit.ports import free_ports
 from tests.kit.process import POLL_S
 from tests.server.test_log_in import VERIFIER, server_with_users
 from tests.server.test_tls import tls_server

@@ -10,6 +10,7 @@ from typing import Any
 import attrs
 import trio
 
+from tests.kit.ports import free_port
 from tests.kit.process import eventually
 from upr_protocol.chunk import Mutation
 from upr_protocol.client import Address, ChunkReceived, NodeClient, consume
@@ -32,7 +33,7 @@ class Node:
     Attributes:
         name: Its name.
         directory: Its disk, which survives it.
-        port: Where it listens, from its first start on.
+        port: Where it listens, also when it is back.
         server: The server; None while it is down.
     """
 
@@ -41,7 +42,7 @@ class Node:
     undo_mutations: int
     delay: Random | None
     directory: SimulatedDirectory = attrs.field(factory=SimulatedDirectory)
-    port: int = 0
+    port: int = attrs.field(factory=free_port)
     server: Server | None = None
     _scope: trio.CancelScope = attrs.field(factory=trio.CancelScope)
     _stopping: trio.Event = attrs.field(factory=trio.Event)
@@ -86,7 +87,7 @@ class Node:
         try:
             with self._scope:
                 async with running_server(config, store) as server:
-                    self.server, self.port = server, server.port
+                    self.server = server
                     started.set()
                     await self._stopping.wait()
         finally:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import select
-import socket
 import subprocess
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from tests.kit.ports import free_port
 from tests.kit.process import ROOT, START_TIMEOUT_S, STOP_TIMEOUT_S, UPR_SERVER, environment
 from upr_protocol.client import BlockingClient
 
@@ -31,9 +31,7 @@ class BlockingServer:
         self._folder = folder
         self._options = options
         self._process: subprocess.Popen[bytes] | None = None
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            self.port: int = probe.getsockname()[1]
+        self.port = free_port()
 
     def url(self, bucket: str = "") -> str:
         """`upr://127.0.0.1:PORT/bucket`."""

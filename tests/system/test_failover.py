@@ -22,6 +22,7 @@ import pytest
 import trio
 
 from tests.kit.mirror import Mirror, apply_mutation, assert_same
+from tests.kit.ports import free_port
 from tests.kit.process import ServerProcess, eventually, server_process
 from upr_protocol.chunk import Mutation
 from upr_protocol.client import (
@@ -66,7 +67,7 @@ class Node:
 
     name: str
     folder: Path
-    port: int = 0
+    port: int = attrs.field(factory=free_port)
     server: ServerProcess | None = None
     _leave: trio.Event = attrs.field(factory=trio.Event)
     _left: trio.Event = attrs.field(factory=trio.Event)
@@ -87,7 +88,7 @@ class Node:
         async with server_process(
             "--node", self.name, listen=f"127.0.0.1:{self.port}", data_dir=self.folder
         ) as server:
-            self.server, self.port = server, server.port
+            self.server = server
             started.set()
             await self._leave.wait()
         self._left.set()
