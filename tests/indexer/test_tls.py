@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import structlog
 import trio
 from click.testing import CliRunner, Result
 
@@ -65,7 +66,9 @@ async def upr_index(*arguments: str) -> Result:
     def invoke(arguments: Sequence[str]) -> Result:
         return CliRunner().invoke(main, ["index", *arguments])
 
-    return await trio.to_thread.run_sync(invoke, arguments)
+    # What the indexer and its server log meanwhile would be printed to the same standard output.
+    with structlog.testing.capture_logs():
+        return await trio.to_thread.run_sync(invoke, arguments)
 
 
 async def test_an_indexer_with_a_certificate_speaks_https_only(
