@@ -21,7 +21,7 @@ from tests.indexer.test_slices import NoListener
 from tests.indexer.test_tls import upr_index
 from tests.kit.certificates import Certificates
 from tests.kit.ports import free_ports
-from tests.kit.process import POLL_S
+from tests.kit.process import POLL_S, eventually
 from tests.server.test_log_in import VERIFIER, server_with_users
 from tests.server.test_tls import tls_server
 from upr_protocol.client import Address, Client, Credentials, IndexClient, Security, connect
@@ -387,6 +387,8 @@ async def test_the_list_says_that_a_node_is_missing(tmp_path: Path) -> None:
             running_indexer(config.settings()) as indexer,
             serving(indexer, config.listen) as url,
         ):
+            designs = indexer.designs
+            await eventually(lambda: 0 in designs._reports, "the node's own slice has said it")
             listed = await upr_index("list", "--indexer", url)
             assert listed.exit_code == 0, listed.output
             assert listed.stderr == (
