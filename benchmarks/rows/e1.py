@@ -13,7 +13,7 @@ import attrs
 import trio
 
 from benchmarks.kit.figures import Figure, Spread, significant
-from benchmarks.kit.ingest import CONNECTIONS, Published, publish, publishers
+from benchmarks.kit.ingest import CONNECTIONS, Published, publish_and_rest, publishers
 from benchmarks.kit.processes import UprServer
 from benchmarks.kit.work import CHUNK_MUTATIONS, PARTITIONS
 from upr_protocol.chunk import chunk_of_plain_sets
@@ -115,9 +115,10 @@ def _round(names: Sequence[str]) -> dict[str, Published]:
             sides[name] = (server, client)
         for server, client in sides.values():
             client.answer()
-            publish(server, client, 1_000_000)
+            publish_and_rest(server, client, 1_000_000)
         return {
-            name: publish(server, client, MUTATIONS) for name, (server, client) in sides.items()
+            name: publish_and_rest(server, client, MUTATIONS)
+            for name, (server, client) in sides.items()
         }
 
 
