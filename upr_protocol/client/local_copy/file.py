@@ -224,8 +224,9 @@ class LocalCopyFile:
             complete = position.partial is None and position.last_complete >= consistent_from
             database.execute(
                 "INSERT INTO partitions (partition, position, complete, last_complete)"
-                " VALUES (?1, ?2, ?3, ?4) ON CONFLICT (partition)"
-                " DO UPDATE SET position = ?2, complete = ?3, last_complete = ?4",
+                " VALUES (?, ?, ?, ?) ON CONFLICT (partition)"
+                " DO UPDATE SET position = excluded.position, complete = excluded.complete,"
+                " last_complete = excluded.last_complete",
                 (partition, state.encode(), complete, position.last_complete),
             )
         self._commits += 1
