@@ -1,4 +1,4 @@
-"""Indexers beside servers in one loop, and the oracle: a scan by brute force."""
+"""Indexers and servers in one event loop, and what a scan by brute force would find."""
 
 from __future__ import annotations
 
@@ -120,13 +120,13 @@ def workers_in_the_loop(
 
 
 async def define(client: Client, design: str, indexes: Mapping[str, IndexDefinition]) -> None:
-    """Writes a design document as anybody may."""
+    """Writes a design document with an ordinary client."""
     fields = {name: msgspec.structs.asdict(definition) for name, definition in indexes.items()}
     await client.set(design_key(design), json.dumps({"indexes": fields}))
 
 
 async def until_ready(indexer: Indexer, *names: str, timeout_s: float = 20) -> None:
-    """Waits until there are these indexes, and they are built."""
+    """Waits until these indexes exist and are built."""
     index_names = [name_of(text) for text in names]
 
     def are_ready() -> bool:
@@ -135,7 +135,7 @@ async def until_ready(indexer: Indexer, *names: str, timeout_s: float = 20) -> N
     await eventually(are_ready, f"{names} are built", timeout_s)
     if indexer.slices:
         return
-    # Its slices are in workers, which can only be asked.
+    # The slices are in workers, so the test cannot look at them; it asks for the status.
     for name in index_names:
 
         async def is_ready(name: IndexName = name) -> bool:
@@ -145,7 +145,7 @@ async def until_ready(indexer: Indexer, *names: str, timeout_s: float = 20) -> N
 
 
 async def until(condition: Callable[[], Awaitable[bool]], timeout_s: float = 20) -> None:
-    """Asks again and again, until the answer is yes."""
+    """Waits until `condition` returns true."""
     with trio.fail_after(timeout_s):
         is_true = await condition()
         while not is_true:
@@ -154,7 +154,7 @@ async def until(condition: Callable[[], Awaitable[bool]], timeout_s: float = 20)
 
 
 def is_built(indexer: Indexer, name: IndexName) -> bool:
-    """Whether every slice has an index, built, as it is defined now."""
+    """Whether every slice has built an index by its newest definition."""
     if name not in indexer.designs.names():
         return False
     definition = indexer.designs.find(name)
@@ -172,14 +172,14 @@ def name_of(text: str) -> IndexName:
 
 
 async def scan(indexer: Indexer, name: str, **query: Any) -> list[tuple[list[Any], str]]:
-    """Keys and documents' keys, of all pages."""
+    """The index key and the document's key of each entry in the answer."""
     request = Query(**{"consistency": "now", "limit": 10_000, **query})
     answer = await ask(indexer, name, request)
     return [(entry.key, entry.id) for entry in answer.entries]
 
 
 async def ask(indexer: Indexer, name: str, query: Query) -> Answer:
-    """The answer to a query, as it goes over HTTP."""
+    """The answer to a query, encoded and decoded as over HTTP."""
     async with indexer.scanner.scan(name_of(name), query) as answer:
         return msgspec.json.decode(b"".join(answer.pieces()), type=Answer)
 
@@ -187,8 +187,8 @@ async def ask(indexer: Indexer, name: str, query: Query) -> Answer:
 def by_brute_force(
     definition: IndexDefinition, contents: Mapping[bytes, bytes]
 ) -> list[tuple[list[Any], str]]:
-    """What an index of `contents` is to hold: each document looked at, and sorted by comparing
-    values."""
+    """The entries that an index of `contents` should have: evaluates the definition for each
+    document, and sorts by comparing values."""
     return [(row.key, row.id) for row in index_rows(definition, contents)]
 
 
@@ -197,6 +197,6 @@ def without_designs(contents: Iterable[tuple[bytes, bytes]]) -> dict[bytes, byte
 
 
 def source_of(index: Index) -> EntrySource:
-    """What makes the entries of an index, for a test that applies them itself: there is no round
-    that could be cancelled."""
+    """The entry source of an index, for a test that applies changes itself: there is no round that
+    could be cancelled."""
     return index.pipeline_member(check_cancelled=lambda: None).source

@@ -1,4 +1,4 @@
-"""Several nodes of an indexer in one loop, with links in memory that can be cut and stopped."""
+"""Several nodes of an indexer in one event loop, with links in memory that tests cut or stop."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def urls(count: int) -> tuple[str, ...]:
 
 
 class _StoppableStream(trio.abc.Stream):
-    """Carries nothing while one of its nodes is stopped."""
+    """A stream between two nodes that transfers nothing while one of them is stopped."""
 
     def __init__(self, stream: trio.abc.Stream, nodes: Nodes, places: tuple[int, int]) -> None:
         self._stream = stream
@@ -67,15 +67,16 @@ class Nodes:
 
     Args:
         url: The bucket.
-        folder: Where each node has a folder.
-        node_map: Which nodes there are.
-        nursery: Runs them.
+        folder: The parent of the nodes' data directories.
+        node_map: The nodes and their slices.
+        nursery: Runs the nodes.
 
     Attributes:
-        node_map: Which nodes there are.
-        running: Those that run, by place.
-        stopped: Those that take and send nothing; the event is set when they go on.
-        buckets: By place, the bucket of a node that has another one.
+        node_map: The nodes and their slices.
+        running: By place in the map, the nodes that run.
+        stopped: By place, the nodes that send and receive nothing; the event is set when they
+            continue.
+        buckets: By place, the URL of the bucket, for a node that follows another one than `url`.
     """
 
     def __init__(self, url: str, folder: Path, node_map: NodeMap, nursery: trio.Nursery) -> None:
@@ -117,17 +118,17 @@ class Nodes:
             end_event.set()
 
     async def kill(self, place: int) -> None:
-        """Ends a node without goodbye."""
+        """Ends a node as a crash would: it saves nothing and closes no link in order."""
         self.go_on(place)
         self._scopes[place].cancel()
         await self._ended[place].wait()
 
     def stop(self, place: int) -> None:
-        """Has a node take and send nothing."""
+        """Makes a node send and receive nothing."""
         self.stopped[place] = trio.Event()
 
     def go_on(self, place: int) -> None:
-        """Ends a stop."""
+        """Lets a stopped node continue."""
         if place in self.stopped:
             self.stopped.pop(place).set()
 
@@ -187,14 +188,14 @@ async def some_nodes(
 
 
 def is_expected(error: UprError) -> bool:
-    """Whether an error is one that nodes which are away may cause, and names what is missing."""
+    """Whether unavailable nodes may cause this error, and it names the missing slice and node."""
     if isinstance(error, SliceMissingError):
         return re.search(r"slice \d of \d\b.*http://n\d:1", str(error)) is not None
     return isinstance(error, MomentGoneError | BuildingError | NotFreshError)
 
 
 async def until_ready(indexer: Indexer) -> None:
-    """Waits until every copy of every slice is there."""
+    """Waits until every copy of every slice is ready."""
 
     async def is_ready() -> bool:
         if name_of("d/city") not in indexer.designs.names():

@@ -1,4 +1,4 @@
-"""The oracle: who writes at random, and what every scan at `now` must be then."""
+"""The oracle: writes random documents and definitions, and checks every scan at `now`."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ VALUES = [None, True, False, 0, 1, 1.5, -2, 2**53 + 1, "", "x", "xy", "é", [1],
 
 
 class Oracle:
-    """Documents and definitions at random, and a scan by brute force.
+    """Writes random documents and definitions, and compares scans with a scan by brute force.
 
     Attributes:
-        rng: The chance.
-        client: Who writes.
-        indexer: Who is asked.
-        defined: The indexes that there should be, by design document.
+        rng: The random number generator.
+        client: Writes.
+        indexer: The indexer that is scanned.
+        defined: The definition of the index that each design document defines.
     """
 
     def __init__(self, seed: int) -> None:
@@ -47,7 +47,7 @@ class Oracle:
         self.indexer: Indexer
         self.defined: dict[str, IndexDefinition] = {}
 
-    # Who writes.
+    # Writing.
 
     def _document(self) -> str:
         choice = self.rng.choice
@@ -76,14 +76,14 @@ class Oracle:
         self.defined[name] = definition
         await define(self.client, name, {"i": definition})
 
-    # What must hold.
+    # Checking.
 
     async def contents(self) -> dict[bytes, bytes]:
         items = await self.client.get_many(KEYS)
         return {item.key: bytes(item.value) for item in items if item is not None}
 
     async def read_designs(self) -> None:
-        """A server that crashed may have lost some."""
+        """Reads from the server which indexes are defined: a crash may have lost some."""
         definitions = {}
         for name in "xyz":
             item = await self.client.get(f"_design/{name}")
@@ -122,7 +122,7 @@ class Oracle:
         assert not any(len(part.moments) for part in self.indexer.slices)
 
     async def _page_while_writing(self, name: str) -> list[Row]:
-        """The entries at `now`, page by page, of one moment, while documents change."""
+        """All entries of one moment at `now`, page by page, while documents change."""
         query = Query(consistency="now", limit=self.rng.randrange(2, 9), hold_s=60, timeout_s=20)
         rows: list[Row] = []
         while True:

@@ -1,7 +1,8 @@
-"""Nodes of an indexer as processes, which are killed and stopped at random while others write.
+"""Nodes of an indexer as processes, which are killed and stopped at random while a client writes.
 
-`python -m tests.indexer.rounds --rounds 200` runs many rounds, and prints what was answered. Each
-answer is compared with a scan by brute force of the documents at the answer's timestamp.
+`python -m tests.indexer.rounds --rounds 200` runs many rounds, and prints how many scans were
+answered or refused. Each answer is compared with a scan by brute force of the documents at the
+answer's timestamp.
 """
 
 from __future__ import annotations
@@ -44,10 +45,10 @@ CODES: Final = {"slice_missing", "moment_gone", "building", "not_fresh"}
 
 
 class Load(threading.Thread):
-    """Writes without end, and notes what was acknowledged.
+    """Writes until it is ended, and records what was acknowledged.
 
     Attributes:
-        log: What was.
+        log: The acknowledged changes.
     """
 
     def __init__(self, url: str) -> None:
@@ -60,22 +61,22 @@ class Load(threading.Thread):
     def run(self) -> None:
         rng = random.Random(1)
         with BlockingClient(self._url) as client:
-            there: set[str] = set()
+            stored_keys: set[str] = set()
             while not self._ends:
                 with self._between:
                     key = rng.choice(KEYS)
-                    if key in there and rng.random() < 0.3:
+                    if key in stored_keys and rng.random() < 0.3:
                         self.log.add(client.delete(key), key, None)
-                        there.remove(key)
+                        stored_keys.remove(key)
                     else:
                         value = json.dumps({"a": rng.randrange(50), "b": rng.choice("xyz")})
                         self.log.add(client.set(key, value), key, value)
-                        there.add(key)
-                breathe()
+                        stored_keys.add(key)
+                pause()
 
     @contextmanager
     def paused(self) -> Iterator[WriteLog]:
-        """Nothing is being written; the log has all that was."""
+        """Pauses between two writes: the log then has all changes that were made."""
         with self._between:
             yield self.log
 
@@ -84,21 +85,21 @@ class Load(threading.Thread):
         self.join(DEADLINE_S)
 
 
-def breathe(pause_s: float = POLL_S) -> None:
-    """Between two questions to processes that can only be asked."""
+def pause(pause_s: float = POLL_S) -> None:
+    """Waits a moment before a process is asked again: it does not report changes by itself."""
     threading.Event().wait(pause_s)
 
 
 @attrs.define(eq=False)
 class Node:
-    """A node.
+    """A node of the indexer, as processes.
 
     Attributes:
-        url: Where it answers.
-        options: How it is started.
+        url: The URL of its HTTP API.
+        options: The options of its command line.
         folder: Its data directory.
-        process: It, if it runs.
-        is_disturbed: Whether a process of it is stopped.
+        process: Its front process; None if the node does not run.
+        is_disturbed: Whether one of its processes is stopped.
     """
 
     url: str
@@ -125,14 +126,14 @@ class Node:
         return [self.process.process.pid, *workers_of(self.process)]
 
     def stop(self, pids: Sequence[int]) -> None:
-        """Has processes hang."""
+        """Stops processes, so that they hang."""
         for pid in pids:
             os.kill(pid, signal.SIGSTOP)
             self._stopped.append(pid)
         self.is_disturbed = True
 
     def go_on(self) -> None:
-        """Ends the hang."""
+        """Lets the stopped processes continue."""
         for pid in self._stopped:
             # A worker that hung may have been killed.
             if Path(f"/proc/{pid}/exe").exists():
@@ -155,14 +156,17 @@ class Node:
 
 @attrs.define
 class Outcome:
-    """What came of the rounds.
+    """Counts of what happened in the rounds.
+
+    Nodes are away if they do not run, or if one of their processes is stopped.
 
     Attributes:
-        answers: By how many nodes were away, how many answers were right.
-        refused: By how many nodes were away, and the code of the error, how many were refused.
-        longest_s: By how many nodes were away, the longest time of an answer.
-        events: What was done to nodes.
-        reasons: By how many nodes were away, what the refusals said, without numbers.
+        answers: By the number of nodes away, how many answers were right.
+        refused: By the number of nodes away and the error's code, how many scans were refused.
+        longest_s: By the number of nodes away, the longest time until an answer.
+        events: How often each thing was done to a node.
+        reasons: By the number of nodes away and the error's text without numbers, how many scans
+            were refused.
     """
 
     answers: Counter[int] = attrs.field(factory=Counter)
@@ -173,16 +177,16 @@ class Outcome:
 
 
 class Rounds:
-    """Nodes that are disturbed.
+    """Disturbs nodes, and scans them.
 
     Args:
         bucket: The bucket's URL.
         nodes: The nodes.
-        load: Who writes.
-        rng: The chance.
+        load: Writes documents.
+        rng: The random number generator.
 
     Attributes:
-        outcome: What came of it.
+        outcome: What happened so far.
     """
 
     def __init__(self, bucket: str, nodes: Sequence[Node], load: Load, rng: random.Random) -> None:
@@ -193,7 +197,7 @@ class Rounds:
         self._rng = rng
 
     def disturb(self) -> None:
-        """Does something to a node, or undoes it."""
+        """Kills or stops a node or a worker, or ends an earlier disturbance."""
         rng = self._rng
         node = rng.choice(self._nodes)
         if node.process is None:
@@ -222,7 +226,8 @@ class Rounds:
         self.outcome.events[event] += 1
 
     def scan(self) -> None:
-        """Asks a node that runs: the answer is right, or an error that names what is missing."""
+        """Scans at a node that runs: the answer must be right, or an error that names the missing
+        slice."""
         rng, outcome = self._rng, self.outcome
         chosen_node = rng.choice([node for node in self._nodes if node.answers])
         away = sum(node.process is None or node.is_disturbed for node in self._nodes)
@@ -250,7 +255,8 @@ class Rounds:
         outcome.longest_s[away] = max(took_s, outcome.longest_s.get(away, 0.0))
 
     def restore(self) -> None:
-        """Has all nodes run, with every copy ready; compares each of them."""
+        """Ends all disturbances, waits until every copy is ready, and checks a scan of each
+        node."""
         for node in self._nodes:
             if node.process is None:
                 node.start(self._bucket)
@@ -291,7 +297,7 @@ def _entries(
 
 
 def _is_expected(error: IndexerError) -> bool:
-    """Whether it is an error that nodes which are away may cause, and names what is missing."""
+    """Whether nodes that are away may cause this error, and it names the missing slice."""
     names_slice = "slice " in str(error) and "http://127.0.0.1:" in str(error)
     return error.code in CODES and (error.code != "slice_missing" or names_slice)
 
@@ -304,12 +310,12 @@ def until_ready(node: Node) -> None:
         copies = [copy for row in rows for part in row["slices"] for copy in part["replicas"]]
         if len(rows) == len(INDEXES) and all(copy["state"] == "ready" for copy in copies):
             return
-        breathe(0.1)
+        pause(0.1)
 
 
 @contextmanager
 def running(folder: Path, replicas: int, seed: int, slices: int = 3) -> Iterator[Rounds]:
-    """A server, three nodes that are ready, and somebody who writes."""
+    """A server, three nodes that are ready, and a thread that writes."""
     rng = random.Random(seed)
     urls = [f"http://127.0.0.1:{port}" for port in free_ports(3)]
     with ExitStack() as stack:
@@ -339,7 +345,7 @@ def running(folder: Path, replicas: int, seed: int, slices: int = 3) -> Iterator
 
 
 def main() -> None:
-    """Runs rounds, and prints what came of them."""
+    """Runs rounds, and prints the counts."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=200)
     parser.add_argument("--replicas", type=int, default=1)
@@ -357,7 +363,7 @@ def main() -> None:
             rounds.disturb()
             for _ in range(4):
                 rounds.scan()
-                breathe(0.5 * rounds._rng.random())
+                pause(0.5 * rounds._rng.random())
             if arguments.settle:
                 rounds.restore()
             if number % 10 == 0:

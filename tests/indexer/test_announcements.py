@@ -1,4 +1,4 @@
-"""Design documents that the event bus tells of, while the stream stands still."""
+"""Design documents that the event bus announces while the indexes' stream is paused."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ CONTENTS = {b"k%d" % n: b'{"city": "%d", "n": %d}' % (n % 7, n) for n in range(5
 async def a_city_index(
     data_dir: Path, **options: Any
 ) -> AsyncIterator[tuple[Server, Client, Indexer]]:
-    """An indexer with an index `d/city` that hears the bus, if there is one."""
+    """An indexer with an index `d/city` that receives bucket events, if there is an event bus."""
     async with (
         a_server(**options) as server,
         connect(server.url("b")) as client,
@@ -59,13 +59,13 @@ async def a_city_index(
         await until_ready(indexer, "d/city")
         bus = server.events
         if isinstance(bus, EventBus):
-            await eventually(lambda: bus.statistics()["asking"] == 1, "it listens")
+            await eventually(lambda: bus.statistics()["asking"] == 1, "it asks for events")
         yield server, client, indexer
 
 
 @asynccontextmanager
-async def standing_still(indexer: Indexer) -> AsyncIterator[None]:
-    """The indexes' stream takes nothing, not even a barrier."""
+async def paused_stream(indexer: Indexer) -> AsyncIterator[None]:
+    """The indexes' stream receives nothing, not even a barrier."""
     indexer.slices[0].stream.pause()
     try:
         yield
@@ -81,10 +81,10 @@ def entries_of(indexer: Indexer, name: str) -> int:
 
 async def test_an_announced_index_is_built_while_the_stream_is_paused(tmp_path: Path) -> None:
     async with a_city_index(tmp_path) as (_, client, indexer):
-        async with standing_still(indexer):
+        async with paused_stream(indexer):
             await define(client, "e", {"n": NUMBER})
-            await eventually(lambda: name_of("e/n") in indexer.designs.names(), "it is begun")
-            # As far as it can be without the stream, too.
+            await eventually(lambda: name_of("e/n") in indexer.designs.names(), "it is defined")
+            # All that exists is read; only the end of the build needs the stream.
             await eventually(lambda: entries_of(indexer, "e/n") == len(CONTENTS), "it is built")
             assert "e" not in (await indexer.slices[0].catalog.current_designs()).texts
         await until_ready(indexer, "e/n")
@@ -115,13 +115,13 @@ async def test_an_index_is_dropped_while_the_stream_is_paused(
                 )
             end_event.set()
 
-        async with trio.open_nursery() as nursery, standing_still(indexer):
-            # The drop does not wait for scans that wait for what does not come.
+        async with trio.open_nursery() as nursery, paused_stream(indexer):
+            # This scan waits for changes that never arrive. The drop does not wait for it.
             nursery.start_soon(ask)
             await client.delete("_design/d")
             await eventually(lambda: not indexer.designs.names(), "it is dropped")
             folder = tmp_path / indexer.slices[0].slice_id.folder / "indexes"
-            await eventually(lambda: not list(folder.iterdir()), "its room is given back")
+            await eventually(lambda: not list(folder.iterdir()), "its files are removed")
             assert "d" in (await indexer.slices[0].catalog.current_designs()).texts
             if consistency == "at_least":
                 await end_event.wait()
@@ -132,7 +132,7 @@ async def test_an_index_is_dropped_while_the_stream_is_paused(
 async def test_a_dropped_index_that_is_still_read_is_closed_at_the_stop(tmp_path: Path) -> None:
     async with a_city_index(tmp_path) as (_, client, indexer):
         index = indexer.slices[0].definitions.find(name_of("d/city"))
-        # Somebody reads it still.
+        # As while a scan reads it.
         index.readers += 1
         await client.delete("_design/d")
         await eventually(lambda: not index.is_defined, "it is dropped")
@@ -146,7 +146,7 @@ async def test_a_definition_that_changes_often_ends_as_it_was_written_last(tmp_p
             name = name_of("d/city")
             return name in indexer.designs.names() and indexer.designs.find(name) == definition
 
-        async with standing_still(indexer):
+        async with paused_stream(indexer):
             await client.delete("_design/d")
             await define(client, "d", {"city": NUMBER})
             await eventually(lambda: is_now(NUMBER), "it is another index")
@@ -170,18 +170,18 @@ async def test_a_definition_that_the_server_loses_is_undone(tmp_path: Path) -> N
         text = '{"indexes": {"city": {"key": ["city"]}}}'
         await world.client.set("_design/d", text, durability=Durability.PERSISTED)
         await until_ready(world.indexer, "d/city")
-        async with standing_still(world.indexer):
+        async with paused_stream(world.indexer):
             world.hold_commits()
             await define(world.client, "e", {"n": NUMBER})
             await world.client.delete("_design/d")
             await eventually(
-                lambda: world.indexer.designs.names() == [name_of("e/n")], "it was told"
+                lambda: world.indexer.designs.names() == [name_of("e/n")], "it was announced"
             )
             await world.crash("server")
             await world.start_server()
         await eventually(
             lambda: world.indexer.designs.names() == [name_of("d/city")],
-            "it is as the server has it",
+            "the indexer has the server's definitions",
         )
         await until_ready(world.indexer, "d/city")
         assert not world.indexer.designs._overlay.texts
@@ -189,7 +189,7 @@ async def test_a_definition_that_the_server_loses_is_undone(tmp_path: Path) -> N
 
 
 async def redefine(client: Client, indexer: Indexer) -> None:
-    """An index comes and another goes, by way of the stream."""
+    """Defines an index and drops another; the indexer learns both from the stream."""
     await define(client, "e", {"n": NUMBER})
     await client.delete("_design/d")
     await eventually(lambda: indexer.designs.names() == [name_of("e/n")], "the stream brings it")
@@ -218,18 +218,23 @@ async def test_the_bus_is_heard_when_it_has_room_for_one_more_consumer(
             an_indexer(server.url("b"), tmp_path) as indexer,
         ):
             await eventually(
-                lambda: any("event bus unreachable" in line["event"] for line in logs), "it is full"
+                lambda: any("event bus unreachable" in line["event"] for line in logs),
+                "the bus is full",
             )
             monkeypatch.undo()
             bus = server.events
             assert isinstance(bus, EventBus)
-            await eventually(lambda: bus.statistics()["asking"] == 1, "it listens", timeout_s=2)
-            async with standing_still(indexer):
+            await eventually(
+                lambda: bus.statistics()["asking"] == 1, "it asks for events", timeout_s=2
+            )
+            async with paused_stream(indexer):
                 await define(client, "e", {"n": NUMBER})
-                await eventually(lambda: name_of("e/n") in indexer.designs.names(), "it is told")
+                await eventually(
+                    lambda: name_of("e/n") in indexer.designs.names(), "it is announced"
+                )
 
 
-async def test_another_consumer_of_its_name_stops_announcements_and_nothing_else(
+async def test_another_consumer_of_the_same_name_stops_only_announcements(
     tmp_path: Path,
 ) -> None:
     with structlog.testing.capture_logs() as logs:
@@ -238,8 +243,9 @@ async def test_another_consumer_of_its_name_stops_announcements_and_nothing_else
             return any("event bus unreachable" in line["event"] for line in logs)
 
         async with a_city_index(tmp_path) as (server, client, indexer):
-            # Whose question waits is overtaken: while the indexer reads what it was told, that is
-            # the other, and it has to ask again.
+            # Of two consumers with one name, the one that asks later displaces the one that waits.
+            # While the indexer reads announced documents, the other one waits and is displaced. So
+            # the other one connects again and again.
             while not has_given_up():
                 async with follow_events(server.url(), consumer=consumer_name(tmp_path)):
                     with suppress(TimeoutReachedError):
@@ -247,7 +253,7 @@ async def test_another_consumer_of_its_name_stops_announcements_and_nothing_else
             await redefine(client, indexer)
 
 
-async def test_an_announced_definition_that_cannot_be_read_comes_by_the_stream(
+async def test_the_stream_brings_an_announced_definition_that_cannot_be_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def dial(address: object) -> trio.abc.Stream:
@@ -261,14 +267,15 @@ async def test_an_announced_definition_that_cannot_be_read_comes_by_the_stream(
             await redefine(client, indexer)
             await eventually(
                 lambda: any("announced documents unreadable" in line["event"] for line in logs),
-                "it is said",
+                "the failure is logged",
             )
 
 
 async def test_announced_documents_are_read_one_by_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A thousand may be announced at once, each of 20 MiB: they were read in one call."""
+    """A thousand documents of 20 MiB each may be announced at once. One call for all of them would
+    need memory for all of them."""
     counts: list[int] = []
     get_many = Client.get_many
 
@@ -289,7 +296,7 @@ async def test_announced_documents_are_read_one_by_one(
         await announced._read(keys)
         assert list(overlay.texts) == ["a", "b"]
         assert counts == [1, 1, 1]
-        # If there is no room for them, the stream brings them.
+        # If the overlay has no room for the documents, they are left to the stream.
         monkeypatch.setattr(overlay_module, "CATALOG_BYTES_MAX", 0)
         overlay = DesignOverlay(wait, lambda: None)
         with structlog.testing.capture_logs() as logs:

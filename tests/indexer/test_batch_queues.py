@@ -1,4 +1,4 @@
-"""The queues of batches against a list of them, and how long a scan may wait."""
+"""The queues of batches, compared with a naive list, and how long a scan may wait."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ LOG: Final = FailoverLog.of_pairs([(1, 0)])
 
 
 def a_batch(partition: int, nbytes: int, *, ends_snapshot: bool = True) -> IndexBatch:
-    """A batch whose snapshot is whole behind it, or goes on."""
+    """A batch after which its snapshot is complete, or continues."""
     rest = None if ends_snapshot else PartialSnapshot(HistoryId(1), SeqNo(0), SeqNo(9))
     mark = Mark(Position(LOG, SeqNo(0), SeqNo(1), rest))
     return IndexBatch(PartitionId(partition), mark, nbytes=nbytes)
@@ -37,14 +37,14 @@ def ends(batch: IndexBatch) -> bool:
 
 
 class NaiveQueues:
-    """What waits, as a list."""
+    """The same queues as one list of waiting batches."""
 
     def __init__(self) -> None:
         self.waiting: list[IndexBatch] = []
         self.rounds: list[list[IndexBatch]] = []
         self.next_queue = 0
         self.last: dict[PartitionId, IndexBatch] = {}
-        """The batch of each partition that was taken last."""
+        """By partition, the batch that was taken last."""
 
     @property
     def unapplied(self) -> list[IndexBatch]:
@@ -68,7 +68,7 @@ class NaiveQueues:
         return before + rest[:1] + self._with_ends(before + rest[:1], rest[1:])
 
     def _with_ends(self, chosen: Sequence[IndexBatch], rest: list[IndexBatch]) -> list[IndexBatch]:
-        """`rest` without what begins a snapshot and does not end it."""
+        """`rest` without batches that begin a snapshot whose end is not in it."""
         left = list(rest)
         for partition in {batch.partition for batch in rest}:
             own = [batch for batch in rest if batch.partition == partition]
@@ -98,7 +98,7 @@ class NaiveQueues:
 
 
 def _until(batches: Sequence[IndexBatch], nbytes_max: int) -> list[IndexBatch]:
-    """The first of these until they have so many bytes, one at least."""
+    """The first batches until they have so many bytes; at least one."""
     chosen: list[IndexBatch] = []
     for batch in batches:
         if chosen and sum(b.nbytes for b in chosen) >= nbytes_max:
@@ -110,7 +110,7 @@ def _until(batches: Sequence[IndexBatch], nbytes_max: int) -> list[IndexBatch]:
 @pytest.fixture(autouse=True)
 def small_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(batch_queues, "ROUND_BYTES", ROUND)
-    # IndexBatch is a value: two that are equal are one in a list.
+    # Two equal batches must stay two: the lists of these tests would confuse them.
     monkeypatch.setattr(IndexBatch, "__eq__", object.__eq__)
     monkeypatch.setattr(IndexBatch, "__hash__", object.__hash__)
 
@@ -152,7 +152,7 @@ def test_rounds_are_those_of_a_list(steps: list[_Step]) -> None:
         assert queues.begin_round(required, by_age=by_age) == expected
         assert bool(expected) == is_any_waiting
         if by_age:
-            assert set(oldest) <= set(expected), "nobody is overtaken for ever"
+            assert set(oldest) <= set(expected), "the oldest batch is in the next round"
         check()
         for _ in range(min(rounds_to_end, len(naive.rounds))):
             queues.end_round()
@@ -163,8 +163,8 @@ def test_rounds_are_those_of_a_list(steps: list[_Step]) -> None:
 
 
 def rounds_until(queues: BatchQueues, last: IndexBatch, required: Collection[PartitionId]) -> int:
-    """How many rounds it takes until `last` is applied, while a writer puts more than a round of
-    other partitions' batches in each."""
+    """How many rounds it takes until `last` is applied. During each round a writer adds more than
+    a round of other partitions' batches."""
     rng = random.Random(1)
     for number in range(1, 1000):
         is_last = last in queues.begin_round(required, by_age=True)
@@ -177,7 +177,7 @@ def rounds_until(queues: BatchQueues, last: IndexBatch, required: Collection[Par
 
 
 def test_a_required_change_waits_for_its_own_partition_only() -> None:
-    """However much of other partitions waits before it, and comes meanwhile."""
+    """Other partitions' batches do not delay it, however many wait before it or are added."""
     queues = BatchQueues(QUEUES)
     for _ in range(100):
         for partition in range(1, PARTITIONS):
@@ -200,7 +200,7 @@ def test_a_scan_that_waits_for_all_batches_does_not_wait_for_later_ones() -> Non
 
 
 def test_a_scan_that_requires_a_partition_does_not_hold_up_others_for_ever() -> None:
-    """Changes that come to the required partition without end get half of each round."""
+    """If the required partition always has more changes, they get half of each round."""
     queues = BatchQueues(QUEUES)
     others = [a_batch(1, 10) for _ in range(50)]
     for batch in others:
@@ -216,8 +216,8 @@ def test_a_scan_that_requires_a_partition_does_not_hold_up_others_for_ever() -> 
 
 
 def settled_rounds(queues: BatchQueues, *, by_age: bool) -> int:
-    """How many of 188 rounds end where each partition is at the end of a snapshot, while snapshots
-    that are larger than rounds come, one after the other, each in parts."""
+    """How many of 188 rounds end with every partition at the end of a snapshot. Snapshots larger
+    than a round are added one after the other, each in parts."""
     parts, settled, unfinished = 8, 0, set[PartitionId]()
     for number in range(400):
         queues.put(a_batch(number // parts % PARTITIONS, 50, ends_snapshot=number % parts == 7))
@@ -230,7 +230,8 @@ def settled_rounds(queues: BatchQueues, *, by_age: bool) -> int:
 
 
 def test_scans_find_partitions_at_the_ends_of_large_snapshots() -> None:
-    """If queues take turns, their snapshots overlap, and often some partition is inside one."""
+    """If the queues take turns, their snapshots overlap, and often some partition is inside a
+    snapshot."""
     by_age = settled_rounds(BatchQueues(QUEUES), by_age=True)
     assert by_age > 2 * settled_rounds(BatchQueues(QUEUES), by_age=False)
     # Four rounds apply a snapshot.

@@ -1,4 +1,4 @@
-"""Two servers with a bucket of the same name: nodes that follow both do not merge."""
+"""Two servers have buckets of the same name: nodes that follow different ones do not merge."""
 
 from __future__ import annotations
 
@@ -60,10 +60,10 @@ async def test_nodes_of_two_buckets_of_one_name_do_not_merge(
         await trio.sleep(20)
         with pytest.raises(SliceMissingError, match=r"slice 1 of 2.*http://n1:1"):
             await ask(asking, "d/city", Query())
-        # The reason is in the error of whoever asks the slice.
+        # Asking the slice itself gives the reason.
         with pytest.raises(SliceMissingError, match="http://n1:1 follows another bucket of the na"):
             await asking.holders[1].ping()
-        # Corrected, they do.
+        # With the bucket corrected, they merge.
         del nodes.buckets[1]
         await nodes.kill(1)
         await nodes.start(1)
@@ -73,7 +73,9 @@ async def test_nodes_of_two_buckets_of_one_name_do_not_merge(
         nursery.cancel_scope.cancel()
 
 
-async def test_a_bucket_is_known_by_any_history_that_both_have_met(network: MemoryNetwork) -> None:
+async def test_a_bucket_is_recognised_by_any_history_that_both_nodes_know(
+    network: MemoryNetwork,
+) -> None:
     async with node("a", BUCKET) as server:
         histories = BucketHistories(Address.parse(server.url(BUCKET)))
         statement = await histories.statement()
@@ -83,7 +85,7 @@ async def test_a_bucket_is_known_by_any_history_that_both_have_met(network: Memo
             (first, _) = client.partitions()
         assert int(history, 16) == first.log.current
         await histories.check(statement, "n")
-        # A later failover, and one that the asking node has yet to hear of.
+        # The other node knows of a later failover, of which this node does not know yet.
         await histories.check(f"0.5.{history}", "n")
         await histories.check(f"1.{(await statement_of(histories, 1))}", "n")
         for other in (f"1.{history}", "0.5", "0"):
@@ -101,7 +103,7 @@ async def statement_of(histories: BucketHistories, partition: int) -> str:
     return f"{logs[PartitionId(partition)].current:x}"
 
 
-async def test_a_bucket_that_was_known_is_known_while_the_server_is_away(
+async def test_a_known_bucket_is_recognised_while_the_server_is_unreachable(
     network: MemoryNetwork,
 ) -> None:
     async with node("a", BUCKET) as server:
@@ -117,7 +119,7 @@ async def test_a_bucket_that_was_known_is_known_while_the_server_is_away(
             await unknown.check(statement, "n")
 
 
-async def test_a_bucket_that_was_made_again_is_another_one(network: MemoryNetwork) -> None:
+async def test_a_bucket_that_was_created_again_is_another_bucket(network: MemoryNetwork) -> None:
     store = SimulatedStore()
     async with node("a", BUCKET, store=store) as server, connect(server.url()) as client:
         histories = BucketHistories(Address.parse(server.url(BUCKET)))

@@ -1,4 +1,4 @@
-"""What becomes of a partition that has gone over to the running indexes' stream too early."""
+"""The builder of new indexes: how partitions join the running indexes' stream, and rollbacks."""
 
 from __future__ import annotations
 
@@ -53,25 +53,25 @@ class ByKey:
     key_prefix = b""
 
     def attempt(self) -> AbstractContextManager[None]:
-        """Nothing is noted."""
+        """A context that does nothing."""
         return nullcontext()
 
     def single_entries(self, rows: DocumentRows) -> None:
-        """None: `entries` says what they are."""
+        """None, so that `entries` is called for each document."""
 
     def entries(self, change: DocumentChange) -> tuple[Sequence[bytes], bytes]:
         """The key, without a payload."""
         return (change.key,), b""
 
 
-class OtherStream:
-    """The running indexes' stream, which is where the test says.
+class FakeRunningStream:
+    """The running indexes' stream; the test sets its position.
 
     Attributes:
         partition_count: Always 1.
         is_rolling_back: Always false.
-        listeners: Those that hear of its batches.
-        position: How far it is: at first in some history of its own.
+        listeners: The functions that it calls with each batch.
+        position: The mark that it has reached: at first in a history that the server does not have.
     """
 
     partition_count = 1
@@ -99,8 +99,8 @@ class OtherStream:
         pass
 
 
-class BusyStream(OtherStream):
-    """It is one change ahead whenever anybody looks, unless it pauses."""
+class AlwaysAheadStream(FakeRunningStream):
+    """It is always one change ahead of the new index, except while it pauses."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -124,30 +124,32 @@ class BusyStream(OtherStream):
         self._ahead = 1
 
 
-class WithAWord:
-    """A consumer, and a word to be said just before one of its events: whoever has it then
-    has not come to wait for anything."""
+class ConsumerWithHook:
+    """A consumer that calls a function just before it returns an event.
 
-    def __init__(self, consumer: Consumer, say: Callable[[Event], None]) -> None:
+    No other task runs between that call and the moment in which the reader gets the event.
+    """
+
+    def __init__(self, consumer: Consumer, before_event: Callable[[Event], None]) -> None:
         self._consumer = consumer
-        self._say = say
+        self._before_event = before_event
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._consumer, name)
 
-    def __aiter__(self) -> WithAWord:
+    def __aiter__(self) -> ConsumerWithHook:
         return self
 
     async def __anext__(self) -> Event:
         event = await anext(self._consumer)
-        self._say(event)
+        self._before_event(event)
         return event
 
 
 def builder_of(
-    *files: IndexFile, beside: OtherStream, url: str, running: Pipeline | None = None
+    *files: IndexFile, stream: FakeRunningStream, url: str, running: Pipeline | None = None
 ) -> IndexBuilder:
-    """A builder of some indexes, beside another stream, and the pipeline of that."""
+    """A builder of some indexes, with the running indexes' stream and pipeline."""
     pool, work = MemoryPool(POOL_BYTES), worker_thread()
     members = [PipelineMember(file, ByKey()) for file in files]
     return IndexBuilder(
@@ -155,37 +157,37 @@ def builder_of(
         pool,
         work,
         members,
-        cast("IndexerStream", beside),
+        cast("IndexerStream", stream),
         running or Pipeline(pool, work),
         1,
     )
 
 
-def set_up(there: OtherStream, path: Path, url: str) -> tuple[IndexBuilder, IndexFile]:
-    """A builder of one index, beside another stream."""
+def set_up(stream: FakeRunningStream, path: Path, url: str) -> tuple[IndexBuilder, IndexFile]:
+    """A builder of one index, and that index."""
     file = IndexFile(path, BUCKET)
-    return builder_of(file, beside=there, url=url), file
+    return builder_of(file, stream=stream, url=url), file
 
 
-async def test_an_event_from_before_a_new_beginning_is_not_applied(
+async def test_an_event_that_was_received_before_a_partition_starts_again_is_not_applied(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The history changes, and the partition is to be read again from 0, just as one more of its
-    snapshots is its current event. If that event were applied, it would be all that is read
-    again."""
-    stream = OtherStream()
-    words: list[Callable[[], None]] = []
+    """The history changes, so the partition must be read again from 0. At that moment the builder
+    has just received the end of another snapshot. If it applied that event, it would take the
+    partition as read up to there, and read nothing else again."""
+    stream = FakeRunningStream()
+    actions: list[Callable[[], None]] = []
 
-    def say(event: Event) -> None:
-        if words and isinstance(event, SnapshotEnd):
-            words.pop()()
+    def act_before_snapshot_end(event: Event) -> None:
+        if actions and isinstance(event, SnapshotEnd):
+            actions.pop()()
 
     @asynccontextmanager
-    async def overheard(*args: Any, **options: Any) -> AsyncIterator[WithAWord]:
+    async def consume_with_hook(*args: Any, **options: Any) -> AsyncIterator[ConsumerWithHook]:
         async with consume(*args, **options) as consumer:
-            yield WithAWord(consumer, say)
+            yield ConsumerWithHook(consumer, act_before_snapshot_end)
 
-    monkeypatch.setattr(builder_module, "consume", overheard)
+    monkeypatch.setattr(builder_module, "consume", consume_with_hook)
     async with a_server(partitions=1) as server, connect(server.url(BUCKET)) as client:
         for index in range(COUNT):
             await client.set(f"k{index}", json.dumps(index))
@@ -194,13 +196,13 @@ async def test_an_event_from_before_a_new_beginning_is_not_applied(
             nursery.start_soon(builder.run)
             await eventually(lambda: file.mark(PARTITION).seq == COUNT, "it was read")
             mark = file.mark(PARTITION)
-            # It goes over, and is pending: the other stream is not as far.
+            # The partition joins, provisionally: the running stream is behind this one.
             stream.position = at(mark.position.log, COUNT // 2)
             stream.put(stream.position)
-            await eventually(lambda: not builder.seqs_behind(), "it has gone over")
-            words.append(lambda: stream.put(at(ANOTHER, COUNT // 2)))
+            await eventually(lambda: not builder.seqs_behind(), "the partition has joined")
+            actions.append(lambda: stream.put(at(ANOTHER, COUNT // 2)))
             await client.set("k0", json.dumps("again"))
-            await eventually(lambda: not words, "the history has changed")
+            await eventually(lambda: not actions, "the history has changed")
             stream.position = at(mark.position.log, COUNT + 1)
             await eventually(lambda: file.is_built, "it was built")
         with file.open_view() as view:
@@ -210,35 +212,36 @@ async def test_an_event_from_before_a_new_beginning_is_not_applied(
 
 
 def at(log: FailoverLog, seq: int) -> Mark:
-    """Behind a whole snapshot."""
+    """The mark after a complete snapshot that ends at `seq`."""
     return Mark(Position(log, SeqNo(seq), SeqNo(seq), None))
 
 
 async def test_a_new_index_is_completed_under_a_load_that_never_ends(tmp_path: Path) -> None:
-    """The running indexes' stream pauses for it."""
-    busy = BusyStream()
+    """The running indexes' stream pauses until the new index has caught up."""
+    stream = AlwaysAheadStream()
     async with a_server(partitions=1) as server, connect(server.url(BUCKET)) as client:
         for index in range(COUNT):
             await client.set(f"k{index}", json.dumps(index))
-        builder, file = set_up(busy, tmp_path, server.url(BUCKET))
-        busy.file = file
+        builder, file = set_up(stream, tmp_path, server.url(BUCKET))
+        stream.file = file
         with trio.fail_after(20):
             await builder.run()
         assert file.is_built
         assert file.entry_count() == COUNT
-        assert not busy.is_paused
+        assert not stream.is_paused
         file.close()
 
 
-class ManyParts:
-    """A consumer that is sent a part of a snapshot of each partition, and no end of one."""
+class OnlyPartsConsumer:
+    """A consumer that receives a part of a snapshot of each partition, and never the end of a
+    snapshot."""
 
     def __init__(self, nbytes: int) -> None:
         self.resume_state = ResumeState(BUCKET)
         self.position = self.resume_state.position
         self._parts = [part_of_snapshot(PartitionId(n), nbytes) for n in range(PARTS)]
 
-    def __aiter__(self) -> ManyParts:
+    def __aiter__(self) -> OnlyPartsConsumer:
         return self
 
     async def __anext__(self) -> Event:
@@ -253,34 +256,36 @@ class ManyParts:
 async def test_parts_of_snapshots_that_fill_the_pool_are_applied(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nothing else releases what they have reserved: the rest of each waits for room."""
+    """The rest of each snapshot waits for memory. Only applying the parts releases some."""
 
     @asynccontextmanager
-    async def many_parts(*_args: Any, **_options: Any) -> AsyncIterator[ManyParts]:
+    async def consume_parts(*_args: Any, **_options: Any) -> AsyncIterator[OnlyPartsConsumer]:
         await trio.lowlevel.checkpoint()
-        yield ManyParts(POOL_BYTES // 17)
+        yield OnlyPartsConsumer(POOL_BYTES // 17)
 
-    monkeypatch.setattr(builder_module, "consume", many_parts)
-    builder, file = set_up(OtherStream(), tmp_path, "upr://127.0.0.1:1/b")
+    monkeypatch.setattr(builder_module, "consume", consume_parts)
+    builder, file = set_up(FakeRunningStream(), tmp_path, "upr://127.0.0.1:1/b")
     async with trio.open_nursery() as nursery:
         nursery.start_soon(builder.run)
-        # Half of the pool, and another one that begins when that is applied.
-        await eventually(lambda: file.entry_count() > PARTS // 2, "they are applied")
+        # Half of the parts fit into the pool; the next one starts after those are applied.
+        await eventually(lambda: file.entry_count() > PARTS // 2, "the parts are applied")
         nursery.cancel_scope.cancel()
     file.close()
 
 
-class Standing:
-    """A consumer that stands at 0."""
+class ConsumerAtZero:
+    """A consumer whose position is 0 in every partition."""
 
     def __init__(self) -> None:
         self.resume_state = ResumeState(BUCKET)
         self.position = self.resume_state.position
 
 
-async def test_a_rollback_in_the_middle_of_a_snapshot_drops_what_came_of_it(tmp_path: Path) -> None:
-    builder, file = set_up(OtherStream(), tmp_path, "upr://127.0.0.1:1/b")
-    consumer = cast("Consumer", Standing())
+async def test_a_rollback_in_the_middle_of_a_snapshot_drops_the_received_part(
+    tmp_path: Path,
+) -> None:
+    builder, file = set_up(FakeRunningStream(), tmp_path, "upr://127.0.0.1:1/b")
+    consumer = cast("Consumer", ConsumerAtZero())
     row = Mutation(Operation.SET, b"lost", b"0", SeqNo(1), Cas(1))
     for event in (
         ChunkReceived(PARTITION, Chunk.build([row])),
@@ -297,8 +302,9 @@ async def test_a_rollback_in_the_middle_of_a_snapshot_drops_what_came_of_it(tmp_
 
 
 async def test_a_rollback_while_an_index_is_built_takes_out_what_was_lost(tmp_path: Path) -> None:
-    """The builder has no received keys to undo with, so the partition is built again from 0."""
-    stream, store = OtherStream(), HeldStore()
+    """The builder cannot undo changes, because it has no received keys. So the partition is built
+    again from 0."""
+    stream, store = FakeRunningStream(), HeldStore()
     store.released.set()
     async with trio.open_nursery() as nursery:
         with trio.CancelScope() as crash:
@@ -312,7 +318,7 @@ async def test_a_rollback_while_an_index_is_built_takes_out_what_was_lost(tmp_pa
                 nursery.start_soon(builder.run)
                 store.released = trio.Event()
                 await client.set("lost", "0")
-                # The mark comes after the entries: a reader may see these without it.
+                # The mark is written after the entries: a reader may see the entries before it.
                 await eventually(lambda: file.mark(PARTITION).seq == COUNT + 1, "it was read")
                 assert file.entry_count() == COUNT + 1
                 lost_history = file.mark(PARTITION).history_id
@@ -350,15 +356,16 @@ def keys_of(file: IndexFile) -> list[bytes]:
 async def test_changes_that_one_of_two_new_indexes_had_alone_are_lost_with_them(
     tmp_path: Path,
 ) -> None:
-    """A stop came between their commits, and then a failover. To the server the stream is where
-    the index is that is further behind, which has lost nothing."""
-    stream, store = OtherStream(), HeldStore()
+    """The indexer stops between the commits of the two indexes, and then there is a failover. The
+    stream continues from the position of the index that is behind. To the server nothing after
+    that position was lost, so it does not tell the other index to roll back."""
+    stream, store = FakeRunningStream(), HeldStore()
     files = [IndexFile(tmp_path / name, BUCKET) for name in ("ahead", "behind")]
     store.released.set()
 
     async def build(until: Callable[[], bool], *members: IndexFile) -> None:
         async with trio.open_nursery() as nursery:
-            nursery.start_soon(builder_of(*members, beside=stream, url=server.url(BUCKET)).run)
+            nursery.start_soon(builder_of(*members, stream=stream, url=server.url(BUCKET)).run)
             await eventually(until, "it was read")
             nursery.cancel_scope.cancel()
 
@@ -386,15 +393,15 @@ async def test_changes_that_one_of_two_new_indexes_had_alone_are_lost_with_them(
 
 
 async def test_an_index_is_complete_when_the_running_ones_have_what_it_has(tmp_path: Path) -> None:
-    """Their rounds write the received keys, without which nothing knows what a failover undoes: a
-    crash must not find the index complete before that."""
-    stream = OtherStream()
+    """The rounds of the running indexes write the received keys, which list what a failover undoes.
+    So the index must not be complete on disk before that: after a crash, it could not undo."""
+    stream = FakeRunningStream()
     async with a_server(partitions=1) as server, connect(server.url(BUCKET)) as client:
         await client.set("k", "0")
         pool = MemoryPool(POOL_BYTES)
         running = Pipeline(pool, worker_thread())
         file = IndexFile(tmp_path, BUCKET)
-        builder = builder_of(file, beside=stream, url=server.url(BUCKET), running=running)
+        builder = builder_of(file, stream=stream, url=server.url(BUCKET), running=running)
         async with trio.open_nursery() as nursery:
             nursery.start_soon(builder.run)
             await eventually(lambda: file.mark(PARTITION).seq == 1, "it was read")
@@ -412,22 +419,23 @@ async def test_an_index_is_complete_when_the_running_ones_have_what_it_has(tmp_p
 
 
 async def test_a_partition_that_no_longer_exists_is_cleared(tmp_path: Path) -> None:
-    """The bucket was deleted and created again with fewer, while the index was being built."""
-    stream, file, gone = OtherStream(), IndexFile(tmp_path, BUCKET), PartitionId(1)
-    row = Mutation(Operation.SET, b"gone", b"0", SeqNo(1), Cas(1))
-    batch = IndexBatch(gone, at(ANOTHER, 1), [Chunk.build([row])])
+    """While the index was being built, the bucket was deleted and created again with fewer
+    partitions."""
+    stream, file, removed = FakeRunningStream(), IndexFile(tmp_path, BUCKET), PartitionId(1)
+    row = Mutation(Operation.SET, b"k", b"0", SeqNo(1), Cas(1))
+    batch = IndexBatch(removed, at(ANOTHER, 1), [Chunk.build([row])])
     file.apply_changes(RoundChanges([batch]), ByKey())
-    builder = builder_of(file, beside=stream, url="upr://127.0.0.1:1/b")
+    builder = builder_of(file, stream=stream, url="upr://127.0.0.1:1/b")
     async with trio.open_nursery() as nursery:
         nursery.start_soon(builder.run)
-        await eventually(lambda: file.mark(gone) == NO_MARK, "it was cleared")
+        await eventually(lambda: file.mark(removed) == NO_MARK, "it was cleared")
         nursery.cancel_scope.cancel()
     assert not keys_of(file)
     file.close()
 
 
-class NewFile:
-    """An index that has nothing yet, and notes which partitions it is asked for."""
+class RecordingFile:
+    """An empty index that records the partitions for which it is asked."""
 
     failure = ""
 
@@ -440,15 +448,16 @@ class NewFile:
         return NO_MARK
 
 
-def test_a_look_at_who_may_join_asks_one_index_of_those_that_are_behind(
+def test_the_builder_asks_one_index_for_the_partitions_that_may_not_join_yet(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """It asked all 64 of a design: 6 ms of the loop for 1,024 partitions, fifty times a second."""
+    """When it asked all 64 indexes of a design, that took 6 ms of the event loop for 1,024
+    partitions, fifty times a second."""
     asked: list[PartitionId] = []
     pool = MemoryPool(POOL_BYTES)
-    members = [PipelineMember(cast("IndexFile", NewFile(asked)), ByKey()) for _ in range(64)]
+    members = [PipelineMember(cast("IndexFile", RecordingFile(asked)), ByKey()) for _ in range(64)]
     partitions = [PartitionId(number) for number in range(100)]
-    stream = OtherStream()
+    stream = FakeRunningStream()
     monkeypatch.setattr(
         stream, "reached_marks", lambda: {partition: at(ANOTHER, 5) for partition in partitions}
     )

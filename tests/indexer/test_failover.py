@@ -1,6 +1,8 @@
-"""At `now`, every scan is a scan by brute force of what the active nodes have: replicas that take
-over, with and without what was written last, and indexers that crash beside them.
-`UPR_INDEXER_ROUNDS` says how many runs; each names its seed."""
+"""Every scan at `now` equals a scan by brute force of what the active nodes have.
+
+Replicas take over, with or without the newest changes, and indexers crash. `UPR_INDEXER_ROUNDS` is
+the number of runs; the name of each contains its seed.
+"""
 
 from __future__ import annotations
 
@@ -30,10 +32,10 @@ def url_of(nodes: TestCluster) -> str:
 
 
 class World(Oracle):
-    """Three nodes, of which one is lost at a time, and an indexer that crashes.
+    """Three nodes, of which at most one is down at a time, and an indexer that crashes.
 
     Attributes:
-        rollbacks: How many times a partition of an indexer's went back.
+        rollbacks: How many times an indexer rolled back a partition.
     """
 
     def __init__(self, seed: int, nodes: TestCluster, data_dir: Path) -> None:
@@ -45,7 +47,7 @@ class World(Oracle):
 
     @asynccontextmanager
     async def indexing(self) -> AsyncIterator[None]:
-        """An indexer. Left by an exception, or by `crash`, it saves nothing."""
+        """A running indexer. Half of the times it crashes at the end, and saves nothing."""
         with trio.CancelScope() as self._scope:
             async with an_indexer(
                 url_of(self.nodes), self._data_dir, undo_mutations=self._undo_mutations
@@ -58,30 +60,30 @@ class World(Oracle):
                     await trio.lowlevel.checkpoint()
 
     async def lose_a_node(self) -> None:
-        """One goes down in the midst of writes; another is active in its place, and it comes back
-        as a replica."""
+        """Kills a node during writes and fails over to others; then the node returns as a
+        replica."""
         victim = self.rng.choice(
             sorted({assignment.active for assignment in self.nodes.map.partitions})
         )
         async with trio.open_nursery() as nursery:
-            nursery.start_soon(self._write_what_can_be, 10)
+            nursery.start_soon(self._write_ignoring_errors, 10)
             for _ in range(self.rng.randrange(60)):
                 await trio.lowlevel.checkpoint()
             await self.nodes.nodes[victim].kill()
             await self.nodes.fail_over(victim, self.rng)
         await self.nodes.start(victim)
         await self.nodes.share(self.nodes.map.partitions)
-        await patiently(self.read_designs)
+        await retry_until_answered(self.read_designs)
 
-    async def _write_what_can_be(self, count: int) -> None:
+    async def _write_ignoring_errors(self, count: int) -> None:
         for _ in range(count):
-            # Whether it was done the answer would say, and that may be lost.
+            # The answer may be lost, so whether the write was applied is unknown.
             with suppress(UprError):
                 await self.write(1)
 
 
-async def patiently(ask: Callable[[], Awaitable[None]]) -> None:
-    """Asks again where the connection to a node that is gone breaks."""
+async def retry_until_answered(ask: Callable[[], Awaitable[None]]) -> None:
+    """Calls `ask` again while it fails because the connection to a killed node breaks."""
     with trio.fail_after(20):
         while True:
             try:

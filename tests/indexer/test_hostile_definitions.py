@@ -14,7 +14,7 @@ from typing import Final
 from tests.indexer.kit import by_brute_force
 from tests.indexer.processes import IndexerProcess, indexer_process
 from tests.indexer.pure.test_interpreter import DOCUMENT, HOSTILE
-from tests.indexer.rounds import breathe
+from tests.indexer.rounds import pause
 from tests.kit.effort import effort
 from upr_protocol.chunk import Mutation
 from upr_protocol.client import BlockingClient, IndexClient
@@ -122,7 +122,7 @@ def test_other_indexes_keep_their_rate_and_a_stop_ends(url: str, tmp_path: Path)
     ):
         asking.create("good", DESIGN)
         while set(states_of(asking).values()) != {"ready"}:
-            breathe()
+            pause()
         documents = Documents(client, asking, indexer)
         documents.write()
         before_us = min(documents.cost_us() for _ in range(2))
@@ -138,7 +138,7 @@ def test_other_indexes_keep_their_rate_and_a_stop_ends(url: str, tmp_path: Path)
             )
             assert [entry.id for entry in page.entries] == ["own"]
             peak_bytes = max(peak_bytes, indexer.anonymous_bytes)
-            breathe(0.1)
+            pause(0.1)
         documents.contents[b"own"] = b'{"x": -1}'
         hostile_s = processor_s(indexer) - began_s
         after_us = min(documents.cost_us() for _ in range(2))
@@ -151,7 +151,7 @@ def test_other_indexes_keep_their_rate_and_a_stop_ends(url: str, tmp_path: Path)
         # It is stopped while all of them are built again.
         define_hostile(client, "second")
         while not any(name.startswith("second") for name in states_of(asking)):
-            breathe()
+            pause()
         used_s = processor_s(indexer)
         children_s = _children_s()
         assert indexer.stop() == 0

@@ -1,4 +1,4 @@
-"""An index on disk, against a dict."""
+"""An index on disk, compared with a dict."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ EVERYTHING = EntrySelection()
 LOG = FailoverLog.of_pairs([(7, 0)])
 
 
-class Words:
-    """The entry of a document is its value, unless that begins with a minus."""
+class ByValue:
+    """The entry of a document is its value; a document whose value begins with a minus has none."""
 
     failure = ""
     has_payloads = False
@@ -48,11 +48,11 @@ class Words:
         self._is_single = is_single
 
     def attempt(self) -> AbstractContextManager[None]:
-        """Nothing is noted."""
+        """A context that does nothing."""
         return nullcontext()
 
     def single_entries(self, rows: DocumentRows) -> list[bytes] | None:
-        """Each document's entry; empty if there is none."""
+        """Each document's entry; empty bytes if it has none."""
         if not self._is_single:
             return None
         return [b"".join(self.entries(change)[0]) for change in rows.changes()]
@@ -88,7 +88,7 @@ def batch(
 
 
 def apply(file: IndexFile, *batches: IndexBatch, is_single: bool = True) -> int:
-    return file.apply_changes(RoundChanges(batches), Words(is_single=is_single))
+    return file.apply_changes(RoundChanges(batches), ByValue(is_single=is_single))
 
 
 def entries(file: IndexFile, low: bytes = b"", high: bytes = b"\xff") -> list[bytes]:
@@ -139,7 +139,7 @@ def test_an_index_file_holds_what_a_dict_would(
     reached = [0, 0, 0]
     batches: list[IndexBatch] = []
     for partition, kind, items, is_commit in [*steps, (0, "changes", [], True)]:
-        # Keys of different partitions are different keys.
+        # A key belongs to one partition only.
         items = [(b"%d" % partition + key, value) for key, value in items]
         if kind == "reopen":
             apply(file, *batches, is_single=is_single)
@@ -157,7 +157,7 @@ def test_an_index_file_holds_what_a_dict_would(
             mark = whole(reached[partition])
             batches.append(IndexBatch(PartitionId(partition), mark, rollback_documents=dict(items)))
         elif kind == "again":
-            # What it has already does not change it, whatever it says.
+            # Changes that the index already has are skipped, so the value `old` has no effect.
             numbered = [(1, key, b"old") for key, _ in items if reached[partition]]
             batches.append(batch(partition, whole(min(1, reached[partition])), numbered))
             continue
@@ -192,12 +192,12 @@ LOGS = [LOG, LOG, FailoverLog.of_pairs([(8, 5), (7, 0)])]
         max_size=6,
     ),
 )
-def test_batches_of_one_round_do_what_they_do_in_rounds_of_their_own(
+def test_batches_in_one_round_have_the_same_effect_as_in_separate_rounds(
     tmp_path_factory: pytest.TempPathFactory,
     begin: Mark,
     steps: list[tuple[int, bytes, bytes | None, bool, FailoverLog]],
 ) -> None:
-    """The index may be ahead of the stream, which begins at 2."""
+    """The index may be ahead of the stream, which starts at sequence number 2."""
     batches, seq, last_end = [], 2, 2
     for advance, key, value, is_whole, log in steps:
         seq += advance
@@ -262,7 +262,7 @@ def test_inside_a_snapshot_an_index_is_not_settled(file: IndexFile) -> None:
     assert entries(file) == [b"\x09wl"]
 
 
-def test_after_a_rollback_an_index_settles_at_the_number_it_was_given(file: IndexFile) -> None:
+def test_after_a_rollback_an_index_is_settled_from_the_given_number_on(file: IndexFile) -> None:
     apply(file, batch(0, whole(9), [(9, b"k", b"v")]))
     back = attrs.evolve(whole(4), settles_at=SeqNo(6))
     apply(file, IndexBatch(PartitionId(0), back, rollback_documents={b"k": b"w"}))
@@ -276,7 +276,8 @@ def test_after_a_rollback_an_index_settles_at_the_number_it_was_given(file: Inde
 
 
 def test_an_index_that_is_ahead_takes_nothing_twice(file: IndexFile) -> None:
-    """The indexes of a stream start where the one that is furthest behind is."""
+    """A stream starts at the position of the index that is furthest behind, so the others receive
+    changes that they have."""
     before = attrs.evolve(whole(3), settles_at=SeqNo(9))
     apply(file, IndexBatch(PartitionId(0), before, rollback_documents={b"k": b"first"}))
     apply(file, batch(0, whole(5), [(4, b"k", b"second"), (5, b"l", b"x")]))
@@ -291,8 +292,9 @@ def test_an_index_that_is_ahead_takes_nothing_twice(file: IndexFile) -> None:
     file.check_invariants()
 
 
-def test_marks_may_be_looked_through_while_others_are_committed(file: IndexFile) -> None:
-    """That is another thread. The indexer's status failed there, and a stream could end with it."""
+def test_marks_can_be_iterated_while_a_commit_adds_marks(file: IndexFile) -> None:
+    """Another thread commits. If the iteration failed, the indexer's status would fail, and a
+    stream could end."""
     apply(file, batch(0, whole(1), []), batch(1, whole(1), []))
     partitions = iter(file.marks)
     next(partitions)
@@ -301,7 +303,7 @@ def test_marks_may_be_looked_through_while_others_are_committed(file: IndexFile)
     assert list(file.marks) == [0, 1, 2]
 
 
-def test_what_follows_a_rollback_in_the_same_commit_is_new(file: IndexFile) -> None:
+def test_changes_after_a_rollback_in_the_same_commit_are_applied(file: IndexFile) -> None:
     apply(file, batch(0, whole(9), [(9, b"k", b"lost")]))
     rollback = IndexBatch(PartitionId(0), whole(4), rollback_documents={b"k": b"kept"})
     apply(file, rollback, batch(0, whole(6), [(5, b"l", b"new"), (6, b"m", b"new")]))
@@ -316,7 +318,8 @@ def last_commit(path: Path) -> int:
 
 
 def test_entries_and_marks_are_one_commit(file: IndexFile) -> None:
-    """A process that is killed between two would leave entries that the marks do not cover."""
+    """If they were two commits, a process killed between them would leave entries that the marks
+    do not cover."""
     apply(file, batch(0, whole(9), [(9, b"k", b"lost")]))
     file.close()
     before = last_commit(file.path)
@@ -325,7 +328,7 @@ def test_entries_and_marks_are_one_commit(file: IndexFile) -> None:
     cleared = IndexBatch(PartitionId(1), Mark(), clears_one_of=3)
     apply(file, rollback, cleared, batch(0, part(4, 5, 6), [(5, b"l", b"new")]))
     file.close()
-    # The opening is one, too.
+    # Opening the file is a commit, too.
     assert last_commit(file.path) == before + 2
     again = IndexFile(file.path, "b")
     assert again.mark(PartitionId(0)) == part(4, 5, 6)
@@ -333,7 +336,7 @@ def test_entries_and_marks_are_one_commit(file: IndexFile) -> None:
     again.close()
 
 
-def test_a_mark_tells_whether_a_write_is_there_or_lost() -> None:
+def test_a_mark_says_whether_a_write_is_applied_or_lost() -> None:
     mark = Mark(Position(FailoverLog.of_pairs([(8, 5), (7, 0)]), SeqNo(9), SeqNo(9)))
     assert mark.has_change(HistoryId(7), SeqNo(5))
     assert mark.has_change(HistoryId(8), SeqNo(9))
@@ -346,7 +349,8 @@ def test_a_mark_tells_whether_a_write_is_there_or_lost() -> None:
 
 
 def test_an_index_of_another_format_is_empty(file: IndexFile) -> None:
-    """Nothing of it is misread, and the server has everything."""
+    """Its data must not be read as the new format. Nothing is lost: the server has all
+    documents."""
     apply(file, batch(0, whole(1), [(1, b"k", b"v")]))
     file.mark_built()
     file.close()
@@ -381,8 +385,9 @@ def test_a_failed_commit_changes_nothing(file: IndexFile) -> None:
 def test_changes_that_a_part_of_a_snapshot_left_out_count_later(
     file: IndexFile, log: FailoverLog
 ) -> None:
-    """The snapshot has `k` at 11 only, and was cut at 9. Another index is behind: the stream goes
-    on from 5, perhaps in a history that has no 11. The next snapshot ends before it."""
+    """The snapshot was interrupted at 9, and has `k` only at 11. Another index is behind, so the
+    stream continues from 5, perhaps in a history without 11. The next snapshot ends at 10, so `k`
+    is in it at 7, and the index must not skip that change."""
     apply(file, batch(0, whole(5), [(5, b"k", b"old")]))
     apply(file, batch(0, part(5, 9, 12), [(6, b"a", b"x"), (9, b"b", b"x")]))
     chunks = batch(0, whole(10), [(6, b"a", b"x"), (7, b"k", b"new"), (9, b"b", b"x")]).chunks
@@ -394,7 +399,8 @@ def test_changes_that_a_part_of_a_snapshot_left_out_count_later(
 
 
 def test_an_index_that_is_ahead_inside_a_snapshot_goes_back_to_the_stream(file: IndexFile) -> None:
-    """Otherwise it would claim to have number 9, which older changes have replaced."""
+    """If it kept its position, it would claim to have change 9, which older changes have
+    replaced."""
     apply(file, batch(0, whole(5), [(5, b"k", b"old")]))
     apply(file, batch(0, part(5, 9, 12), [(6, b"a", b"x"), (9, b"b", b"x")]))
     apply(file, batch(0, whole(8), [(7, b"k", b"new"), (8, b"b", None)]))
@@ -406,11 +412,12 @@ def test_an_index_that_is_ahead_inside_a_snapshot_goes_back_to_the_stream(file: 
     file.check_invariants()
 
 
-def test_documents_are_decoded_again_only_of_partitions_that_an_index_has_in_part(
+def test_documents_are_decoded_again_only_for_partitions_that_an_index_has_in_part(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Partitions join an index that is being built one after the other, each with batches that it
-    has already: all documents of the round were decoded again for them."""
+    """Partitions of an index that is being built join the running stream one after the other, each
+    with batches that the index already has. That must not decode all documents of the round
+    again."""
     decoded: list[bytes] = []
 
     def note_decoded(values: Sequence[bytes]) -> list[Any]:
@@ -427,7 +434,7 @@ def test_documents_are_decoded_again_only_of_partitions_that_an_index_has_in_par
     )
     monkeypatch.setattr(document_rows, "decode_values", note_decoded)
     for file in (running, new):
-        file.apply_changes(changes, Words())
+        file.apply_changes(changes, ByValue())
         file.check_invariants()
     assert entries(new) == entries(running)
     assert decoded == [b"y", b"x", b"z", b"z"]
@@ -435,7 +442,7 @@ def test_documents_are_decoded_again_only_of_partitions_that_an_index_has_in_par
         file.close()
 
 
-def test_an_index_that_is_as_large_as_it_may_be_has_no_room(
+def test_an_index_of_the_largest_size_reports_a_full_disk(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for module in (errors, file_module):

@@ -1,6 +1,7 @@
-"""Indexers that are killed, as processes, while others write.
+"""Indexer processes that are killed while a client writes.
 
-`UPR_INDEXER_KILLS` says how often; `UPR_INDEXER_WRITES` how many writes are read again at once.
+`UPR_INDEXER_KILLS` is the number of kills; `UPR_INDEXER_WRITES` is the number of writes that are
+each followed by a scan for the written document.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ DESIGN: Final = {
 
 
 class Load(threading.Thread):
-    """Writes without end; `paused` stops it between two writes."""
+    """Writes until it is ended; it pauses between two writes while `paused` is locked."""
 
     def __init__(self, url: str) -> None:
         super().__init__(daemon=True)
@@ -48,17 +49,17 @@ class Load(threading.Thread):
     def run(self) -> None:
         rng = self._rng
         with BlockingClient(self._url) as client:
-            there: set[str] = set()
+            stored_keys: set[str] = set()
             while not self._ends:
                 with self.paused:
                     key = rng.choice(KEYS)
-                    if key in there and rng.random() < 0.3:
+                    if key in stored_keys and rng.random() < 0.3:
                         client.delete(key)
-                        there.remove(key)
+                        stored_keys.remove(key)
                     else:
                         value = {"a": rng.randrange(50), "b": rng.choice("xyz")}
                         client.set(key, json.dumps(value))
-                        there.add(key)
+                        stored_keys.add(key)
                     self.writes += 1
 
     def end(self) -> None:
@@ -66,19 +67,19 @@ class Load(threading.Thread):
         self.join(DEADLINE_S)
 
 
-def breathe() -> None:
-    """Between two questions to a process that can only be asked."""
+def pause() -> None:
+    """Waits a moment before a process is asked again: it does not report changes by itself."""
     threading.Event().wait(POLL_S)
 
 
 def until_ready(client: IndexClient, names: set[str]) -> None:
     """Waits until these indexes are built."""
     while {status["name"] for status in client.indexes() if status["state"] == "ready"} != names:
-        breathe()
+        pause()
 
 
 def compare(asking: IndexClient, client: BlockingClient) -> None:
-    """Each index is what the server has."""
+    """Checks that each index equals a scan by brute force of what the server has."""
     items = client.get_many(KEYS)
     contents = {item.key: bytes(item.value) for item in items if item is not None}
     for name, definition in (("d/a", BY_A), ("d/both", BY_BOTH)):
@@ -97,7 +98,7 @@ def test_killed_under_load_nothing_is_missing_or_left_over(url: str, tmp_path: P
                 if index == 0:
                     asking.create("d", DESIGN)
                 if index % 5 != 1:
-                    # Otherwise it may be killed while it is built, or has hardly begun.
+                    # In the other rounds the indexer may be killed early, or while it builds.
                     until_ready(asking, {"d/a", "d/both"})
                     with load.paused:
                         compare(asking, client)
@@ -106,13 +107,13 @@ def test_killed_under_load_nothing_is_missing_or_left_over(url: str, tmp_path: P
                     return
                 through = asking.status()["mutations"] + rng.randrange(500)
                 while asking.status()["mutations"] < through:
-                    breathe()
+                    pause()
                 indexer.kill()
 
 
 def written_through(indexer: IndexerProcess, client: BlockingClient, count: int) -> int:
-    """Writes and scans at least what was written; how many scans came without it."""
-    stale = 0
+    """Scans for each document after writing it; returns how many scans did not find it."""
+    missing = 0
     rng = random.Random(2)
     with IndexClient(indexer.url) as asking:
         asking.create("d", DESIGN)
@@ -121,8 +122,8 @@ def written_through(indexer: IndexerProcess, client: BlockingClient, count: int)
             key = rng.choice(KEYS)
             answer: WriteResult = client.set(key, json.dumps({"a": index}))
             page = asking.scan("d/a", prefix=[index], consistency="at_least", written=[answer])
-            stale += [(entry.key, entry.id) for entry in page.entries] != [([index], key)]
-    return stale
+            missing += [(entry.key, entry.id) for entry in page.entries] != [([index], key)]
+    return missing
 
 
 def test_every_write_is_seen_by_the_scan_after_it(url: str, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Moments that are held: what they show, and when they are given up."""
+"""Moments: what their pages show, and when the indexer releases them."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def moments(nursery: trio.Nursery) -> Iterator[Moments]:
     moments.release_all()
 
 
-def held(moments: Moments, file: IndexFile, hold_s: float) -> Moment:
+def hold_moment(moments: Moments, file: IndexFile, hold_s: float) -> Moment:
     moment = moments.hold(file, file.open_view())
     with moment.in_use(hold_s):
         pass
@@ -121,7 +121,7 @@ def held(moments: Moments, file: IndexFile, hold_s: float) -> Moment:
 async def test_a_moment_is_held_for_as_long_as_asked_after_each_use(
     moments: Moments, file: IndexFile, autojump_clock: MockClock
 ) -> None:
-    moment = held(moments, file, 10)
+    moment = hold_moment(moments, file, 10)
     for _ in range(5):
         await trio.sleep(9.9)
         assert moments.find(moment.token, file) is moment
@@ -138,14 +138,14 @@ async def test_a_moment_is_held_for_as_long_as_asked_after_each_use(
 async def test_a_moment_does_not_live_for_ever_by_use(
     moments: Moments, file: IndexFile, autojump_clock: MockClock
 ) -> None:
-    moment = held(moments, file, 60)
+    moment = hold_moment(moments, file, 60)
     with moment.in_use(60):
         await trio.sleep(AGE_S_MAX - 1)
         moment.check()
         async with moment.reading() as view:
             await trio.sleep(1 + CHECK_INTERVAL_S)
             assert moment.is_gone
-            # A scan that reads it goes on.
+            # A scan that is reading the moment continues.
             assert view.scan(EntrySelection(), 9).entries == entries(file)
         with pytest.raises(MomentGoneError):
             async with moment.reading():
@@ -156,11 +156,11 @@ async def test_a_moment_is_given_up_when_its_file_grows_too_much(
     moments: Moments, file: IndexFile, autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(moments_module, "GROWTH_BYTES_MAX", 1024 * 1024)
-    moment = held(moments, file, 60)
+    moment = hold_moment(moments, file, 60)
     sizes, seq = [file.disk_bytes()], 1
     with moment.in_use(60):
         while not moment.is_gone:
-            # The same documents, over and over: without the moment the file would not grow.
+            # The same documents again and again: the file grows only because of the moment.
             items = [(seq + n, b"k%d" % n, b"v") for n in range(1, 101)]
             apply(file, batch(0, whole(seq + 100), items))
             seq += 100
@@ -181,16 +181,16 @@ async def test_moments_are_bounded_in_number_and_count_in_the_pool(
     moments: Moments, file: IndexFile, autojump_clock: MockClock
 ) -> None:
     for _ in range(MOMENTS_MAX):
-        held(moments, file, 60)
+        hold_moment(moments, file, 60)
     assert moments._pool.scan_bytes == MOMENTS_MAX * MOMENT_BYTES
     with pytest.raises(OverloadedError, match="64 moments"):
-        held(moments, file, 60)
+        hold_moment(moments, file, 60)
     moments.release_all()
     assert moments._pool.scan_bytes == 0
     await trio.lowlevel.checkpoint()
     moments._pool.reserve(POOL_BYTES)
     with pytest.raises(OverloadedError, match="short of memory"):
-        held(moments, file, 60)
+        hold_moment(moments, file, 60)
     moments._pool.release(POOL_BYTES)
 
 
@@ -229,7 +229,7 @@ async def test_every_kind_of_query_may_be_asked_of_a_moment(
     explained = await page(target, **moment, explain=True, descending=True)
     assert explained.explanation.freshness == "moment"
     assert [entry.id for entry in explained.entries] == ["k8", "k5"]
-    # Without `hold_s` it is let go.
+    # A request without `hold_s` releases the moment.
     assert (await page(target, moment=first.moment)).entries == first.entries
     with pytest.raises(MomentGoneError):
         await page(target, moment=first.moment)
@@ -237,7 +237,7 @@ async def test_every_kind_of_query_may_be_asked_of_a_moment(
     assert target.pool.scan_bytes == 0
 
 
-async def test_a_moment_is_of_one_index(indexer: tuple[Client, Indexer]) -> None:
+async def test_a_moment_is_refused_for_another_index(indexer: tuple[Client, Indexer]) -> None:
     client, target = indexer
     first = await page(target, hold_s=60)
     query = Query(moment=first.moment)
@@ -249,14 +249,16 @@ async def test_a_moment_is_of_one_index(indexer: tuple[Client, Indexer]) -> None
     await eventually(lambda: not target.designs.names(), "the index is dropped")
     with pytest.raises(NoIndexError):
         await ask(target, "d/city", query)
-    await eventually(lambda: not target.slices[0].moments, "its moments are let go")
+    await eventually(lambda: not target.slices[0].moments, "its moments are released")
     await define(client, "d", {"city": CITY})
     await until_ready(target, "d/city")
     with pytest.raises(MomentGoneError):
         await ask(target, "d/city", query)
 
 
-async def test_a_wrong_page_leaves_the_moment(indexer: tuple[Client, Indexer]) -> None:
+async def test_a_refused_request_does_not_release_the_moment(
+    indexer: tuple[Client, Indexer],
+) -> None:
     _, target = indexer
     first = await page(target, hold_s=60)
     for fields in {"consistency": "now"}, {"prefix": [1, 2]}, {"continuation": "x"}:
@@ -265,7 +267,7 @@ async def test_a_wrong_page_leaves_the_moment(indexer: tuple[Client, Indexer]) -
     assert (await page(target, moment=first.moment)).entries == first.entries
 
 
-async def test_a_moment_outlives_no_indexer(tmp_path: Path) -> None:
+async def test_moments_end_with_the_indexer(tmp_path: Path) -> None:
     async with a_server() as server, connect(server.url("b")) as client:
         await define(client, "d", {"city": CITY})
         async with an_indexer(server.url("b"), tmp_path) as target:
@@ -281,9 +283,9 @@ async def test_a_moment_outlives_no_indexer(tmp_path: Path) -> None:
                 await page(target, moment=first.moment)
 
 
-async def test_a_moment_that_is_given_up_between_two_readers_is_closed(tmp_path: Path) -> None:
-    """The second has its turn, and has yet to begin. The file would grow until the moment is
-    collected as garbage."""
+async def test_a_moment_that_is_released_between_two_readers_is_closed(tmp_path: Path) -> None:
+    """The second reader has the lock, but has not begun to read. If nothing closed the view, the
+    file would grow until the garbage collector finds the moment."""
     moments = Moments(MemoryPool(POOL_BYTES))
     with an_index(tmp_path, CITY, {}) as index:
         view = index.file.open_view()

@@ -1,4 +1,4 @@
-"""An indexer of several nodes, in one loop and in the time of a mock clock."""
+"""An indexer of several nodes, in one event loop with a mock clock."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ ROUNDS = effort(8, 200)
 async def server(
     monkeypatch: pytest.MonkeyPatch, autojump_clock: MockClock
 ) -> AsyncIterator[Server]:
-    """All in one loop: what is given to threads, too."""
+    """A server in the test's event loop; the work of threads runs in that loop, too."""
     monkeypatch.setattr(trio.to_thread, "run_sync", in_the_loop)
     monkeypatch.setattr(trio.from_thread, "check_cancelled", lambda: None)
     MemoryNetwork(monkeypatch)
@@ -49,24 +49,24 @@ async def server(
 
 
 class Writer:
-    """Writes documents at random, and notes what was acknowledged."""
+    """Writes random documents, and records what was acknowledged."""
 
     def __init__(self, client: Client, rng: random.Random) -> None:
         self.client = client
         self.log = WriteLog()
         self._rng = rng
-        self._there: set[str] = set()
+        self._stored_keys: set[str] = set()
 
     async def write(self, count: int = 1) -> None:
         for _ in range(count):
             key = self._rng.choice(KEYS)
-            if key in self._there and self._rng.random() < 0.25:
+            if key in self._stored_keys and self._rng.random() < 0.25:
                 self.log.add(await self.client.delete(key), key, None)
-                self._there.remove(key)
+                self._stored_keys.remove(key)
             else:
                 value = json.dumps({"city": self._rng.choice("abc"), "n": self._rng.randrange(99)})
                 self.log.add(await self.client.set(key, value), key, value)
-                self._there.add(key)
+                self._stored_keys.add(key)
 
 
 def rows_of(page: Any) -> list[Row]:
@@ -118,7 +118,7 @@ async def test_a_lost_node_is_replaced_by_its_replicas_at_once(
             assert status.state == "ready"
             states = [[copy.state for copy in part.replicas] for part in status.slices]
             assert states == [["ready", "missing"], ["missing", "ready"], ["ready", "ready"]]
-        # A new index is found and built without it.
+        # The other nodes build a new index without the lost one.
         await define(client, "e", {"n": IndexDefinition(("n",))})
         for indexer in nodes.running.values():
 
@@ -143,7 +143,7 @@ async def test_a_stopped_node_costs_one_wait_and_is_then_asked_last(
         asking = nodes.running[0]
         for indexer in nodes.running.values():
             await until_ready(indexer)
-        # Slice 1 is at the nodes 1 and 2.
+        # The nodes 1 and 2 keep slice 1.
         nodes.stop(1)
         for longest_s in (SILENT_S + GRACE_S, GRACE_S, GRACE_S):
             began_at = trio.current_time()
@@ -224,7 +224,7 @@ async def test_a_moment_is_of_the_node_that_it_names(
         expected = index_rows(CITY, writer.log.contents_at(page.timestamps))
         assert [part.partition("-")[0] for part in page.moment.split(".")] == ["0", "1", "0"]
         await writer.write(50)
-        # Any node goes on with it.
+        # Any node accepts a request for the next page.
         last_page = await ask(
             nodes.running[2],
             "d/city",
@@ -264,7 +264,7 @@ async def test_a_scan_that_is_cancelled_leaves_no_moment(
 
 
 async def compare(indexer: Indexer, writer: Writer, **options: Any) -> None:
-    """A scan at `now` is what was written."""
+    """Checks that a scan at `now` returns what was written."""
     query = Query(consistency="now", limit=10_000, timestamps=True, **options)
     page = await ask(indexer, "d/city", query)
     assert rows_of(page) == index_rows(CITY, writer.log.contents_at(page.timestamps))
@@ -292,12 +292,12 @@ async def pages(indexers: list[Indexer], rng: random.Random) -> tuple[list[Row],
 
 
 class Rounds:
-    """Nodes that are killed and stopped while others write and scan.
+    """Kills and stops nodes while others write and scan.
 
     Attributes:
         answers: How many answers were right.
-        refused: By the name of the error, how many were refused.
-        is_over: Whether to write no more.
+        refused: By the name of the error, how many scans were refused.
+        is_over: Whether the writer is to end.
     """
 
     def __init__(self, nodes: Nodes, writer: Writer, rng: random.Random) -> None:
@@ -317,16 +317,17 @@ class Rounds:
         ]
 
     async def write(self) -> None:
-        # Not cancelled: the log would lack what was under way.
+        # If this were cancelled instead, the log would lack the last write.
         while not self.is_over:
             await self._writer.write()
             await trio.sleep(0.2)
 
     async def scan(self) -> None:
-        """Asks one node: every answer is right, or an error that names what is missing."""
+        """Scans at one node: the answer must be right, or an error that names the missing
+        slice."""
         rng = self._rng
         asked_before = self._asked
-        # It must be in each answer at `now`.
+        # An answer at `now` must have these changes.
         newest = self._writer.log.newest()
         query = Query(
             consistency=rng.choice(["any", "now"]),
@@ -349,7 +350,7 @@ class Rounds:
             if not is_expected(error):
                 raise
             return
-        # What the answer has, the writer has been told a moment later.
+        # The answer may have a change whose acknowledgement the writer has not received yet.
         await trio.sleep(0.01)
         contents = self._writer.log.contents_at(timestamps)
         assert rows == expected_answer(index_rows(CITY, contents), query).rows
@@ -359,7 +360,7 @@ class Rounds:
         self.answers += 1
 
     async def disturb(self) -> None:
-        """Something happens to a node; at most one is away at a time, mostly."""
+        """Kills or stops a node, or ends an earlier disturbance. At least one node stays up."""
         nodes, rng = self._nodes, self._rng
         place = rng.randrange(len(nodes.node_map.nodes))
         if place in nodes.stopped:

@@ -1,7 +1,7 @@
-"""At `now`, every scan is a scan by brute force of what the server has.
+"""Every scan at `now` equals a scan by brute force of what the server has.
 
-Random documents, definitions, updates and deletions; indexers and servers that crash; indexes that
-come and go meanwhile. `UPR_INDEXER_ROUNDS` says how many runs; each names its seed.
+Documents, definitions, updates and deletions are random; indexers and servers crash; indexes are
+created and dropped. `UPR_INDEXER_ROUNDS` is the number of runs; the name of each contains its seed.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ PARTITIONS = 4
 
 
 class World(Oracle):
-    """A server that crashes, an indexer that crashes, and who writes.
+    """A server and an indexer, which both crash, and a client that writes.
 
     Attributes:
         slices: How many slices the indexer has.
-        in_workers: Whether they are in workers, which are tasks of this process.
-        rollbacks: How many times a partition of an indexer's went back.
+        in_workers: Whether the slices are in workers, which are tasks of this process.
+        rollbacks: How many times an indexer rolled back a partition.
     """
 
     def __init__(self, seed: int, data_dir: Path) -> None:
@@ -77,14 +77,14 @@ class World(Oracle):
         await started.wait()
 
     async def crash(self, name: str) -> None:
-        """Cancels it where it stands: nothing is saved."""
+        """Cancels the server or the indexer, so that it saves nothing."""
         if name == "indexer":
             self.rollbacks += sum(part.stream.rollbacks for part in self.indexer.slices)
         self._stop[name].cancel()
         await self._ended[name].wait()
 
     def hold_commits(self) -> None:
-        """What is written from now on is lost when the server crashes."""
+        """Stops commits: what is written from now on is lost when the server crashes."""
         self._store.released = trio.Event()
 
     async def start_server(self) -> None:

@@ -1,4 +1,4 @@
-"""A server that loses changes takes the indexes along."""
+"""Rollbacks: when a server has lost changes, the indexes undo them."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def as_written(answer: WriteResult) -> tuple[RequiredWrite, ...]:
 
 
 async def test_an_indexed_change_has_its_key_on_disk(tmp_path: Path) -> None:
-    """Otherwise an indexer that is killed could not undo it."""
+    """Otherwise an indexer could not undo the change after it was killed."""
     world = World(0, tmp_path)
     async with world.running():
         await define(world.client, "x", {"i": BY_A})
@@ -67,30 +67,31 @@ async def test_an_indexed_change_has_its_key_on_disk(tmp_path: Path) -> None:
 
 @pytest.fixture
 def rollbacks_synced(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
-    """The files whose rollbacks were synced before the stream asked for its next event: asking for
-    it forgets what was rolled back, and the machine may crash then."""
+    """The files whose rollbacks were synced; checks that this comes before the stream asks for its
+    next event. With that request the consumer forgets what was rolled back, so a rollback that is
+    not on disk would be lost in a crash of the machine."""
     unsynced: set[IndexFile] = set()
     synced: list[Path] = []
     apply, sync, next_event = IndexFile.apply_changes, IndexFile.sync, RollbackConsumer.__anext__
 
-    def apply_noted(file: IndexFile, changes: RoundChanges, source: EntrySource) -> int:
+    def apply_and_record(file: IndexFile, changes: RoundChanges, source: EntrySource) -> int:
         if any(batch.is_rollback for batch in changes.batches):
             unsynced.add(file)
         return apply(file, changes, source)
 
-    def sync_noted(file: IndexFile) -> None:
+    def sync_and_record(file: IndexFile) -> None:
         sync(file)
         if file in unsynced:
             unsynced.remove(file)
             synced.append(file.path)
 
-    async def next_event_noted(consumer: RollbackConsumer) -> Event | Undone:
+    async def checked_next_event(consumer: RollbackConsumer) -> Event | Undone:
         assert not unsynced
         return await next_event(consumer)
 
-    monkeypatch.setattr(IndexFile, "apply_changes", apply_noted)
-    monkeypatch.setattr(IndexFile, "sync", sync_noted)
-    monkeypatch.setattr(RollbackConsumer, "__anext__", next_event_noted)
+    monkeypatch.setattr(IndexFile, "apply_changes", apply_and_record)
+    monkeypatch.setattr(IndexFile, "sync", sync_and_record)
+    monkeypatch.setattr(RollbackConsumer, "__anext__", checked_next_event)
     return synced
 
 
@@ -132,7 +133,7 @@ async def test_an_index_loses_what_the_server_lost(
 
 
 async def test_an_index_that_is_being_built_begins_again(tmp_path: Path) -> None:
-    """What was built has no received keys: its partitions begin at 0."""
+    """An index that is being built has no received keys, so its partitions start again at 0."""
     world = World(0, tmp_path)
     async with world.running():
         for index in range(40):
@@ -156,8 +157,8 @@ async def test_an_index_that_is_being_built_begins_again(tmp_path: Path) -> None
 async def test_partitions_that_a_new_bucket_of_the_name_has_not_are_cleared(
     tmp_path: Path,
 ) -> None:
-    """No stream comes of them. The documents would stay in the indexes, and the definitions, for
-    good."""
+    """There is no stream of these partitions, so nothing else would remove their documents and
+    design documents."""
     old_design = next(
         name
         for name in (f"old{number}" for number in range(100))
@@ -185,8 +186,8 @@ async def test_partitions_that_a_new_bucket_of_the_name_has_not_are_cleared(
 
 
 async def test_an_entry_stays_when_the_partition_before_is_cleared(tmp_path: Path) -> None:
-    """In a new bucket of the name a document may be in another partition. What is removed with its
-    old partition must not be what has come of the new one."""
+    """In a new bucket of the same name a document may be in another partition. Clearing its former
+    partition must not remove the entry that its new partition has made."""
     keys = [f"k{number}" for number in range(40)]
     async with (
         a_server(partitions=2) as server,
@@ -209,7 +210,7 @@ async def test_an_entry_stays_when_the_partition_before_is_cleared(tmp_path: Pat
                 await client.set(key, '{"a": 1}')
         await group.stop("b")
         async with an_indexer(str(group.address("a")), tmp_path) as indexer:
-            # What a has comes first, as b is away.
+            # The partitions of node a are read first, because node b is down.
             await eventually(lambda: {2, 3} <= indexer.slices[0].stream.marks.keys(), "a is read")
             await group.start("b")
             assert await scan(indexer, "x/i") == [([1], key) for key in sorted(keys)]
@@ -217,7 +218,8 @@ async def test_an_entry_stays_when_the_partition_before_is_cleared(tmp_path: Pat
 
 async def test_a_partition_that_begins_again_drops_no_index(tmp_path: Path) -> None:
     world = World(0, tmp_path)
-    # The received keys do not reach back: partitions begin again, that of the design document too.
+    # There are too few received keys to undo with: partitions start again at 0, also the one of
+    # the design document.
     world.undo_mutations = 1
     with structlog.testing.capture_logs() as logs:
         async with world.running():
@@ -236,7 +238,7 @@ async def test_a_partition_that_begins_again_drops_no_index(tmp_path: Path) -> N
                 expected = by_brute_force(BY_A, await world.contents())
                 assert await scan(world.indexer, "x/i", timeout_s=20) == expected
             assert any(line["event"] == "rolling back" and not line["to"] for line in logs)
-            # What is not defined any more is known so again.
+            # A dropped index is noticed again after that.
             await world.client.delete("_design/x")
             await eventually(lambda: not world.indexer.designs.names(), "it is dropped", 20)
     assert [
@@ -271,8 +273,8 @@ async def test_a_failover_between_servers(tmp_path: Path) -> None:
 async def test_a_key_is_forgotten_only_once_its_change_is_applied(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also the key of a change whose snapshot has yet to end. Where the indexes were behind the
-    forgotten keys, an indexer that started again began the partition again."""
+    """This includes keys of changes in a snapshot that has not ended. If the indexes were behind
+    the forgotten keys, a restarted indexer would have to read the partition again from 0."""
     trim = ReceivedKeysFile.trim
     floors: dict[PartitionId, SeqNo] = {}
 
@@ -304,8 +306,8 @@ async def test_a_key_is_forgotten_only_once_its_change_is_applied(
 
 
 async def test_a_partition_that_has_to_begin_again_at_a_start_is_whole(tmp_path: Path) -> None:
-    """As where the indexer was killed while the partition began again. The indexes were cleared,
-    and the stream went on from where they had been."""
+    """The received keys are as after a kill while the partition started again. The stream must
+    start at 0, too, and not at the position that the indexes had before they were cleared."""
     async with a_server(partitions=1) as server, connect(server.url(BUCKET)) as client:
         async with an_indexer(server.url(BUCKET), tmp_path) as indexer:
             await define(client, "x", {"i": BY_A})

@@ -1,4 +1,5 @@
-"""An indexer that cannot keep up: its memory is bounded, nobody else waits, and it catches up."""
+"""An indexer slower than the writers: its memory is bounded, it delays no other consumer, and it
+catches up later."""
 
 from __future__ import annotations
 
@@ -56,21 +57,21 @@ T = TypeVar("T")
 
 
 async def work_for_a_second(function: Callable[[], T]) -> T:
-    """Does work of an index, which takes a second."""
+    """Runs a function after a second, like a slow index."""
     await trio.sleep(1)
     return function()
 
 
 BY_N = IndexDefinition(("n",))
 NOT_PLAIN = IndexDefinition(("n || n",))
-"""Its documents are evaluated one by one, and not in columns."""
+"""The indexer evaluates this expression document by document, not in columns."""
 POOL_BYTES = 8 * 1024 * 1024
 VALUE_BYTES = 10_000
 COUNT = 4000
 
 
 class Gate:
-    """Where an indexer works: it stands still while the gate is closed."""
+    """A worker thread that does nothing while the gate is closed."""
 
     def __init__(self) -> None:
         self._open = trio.Event()
@@ -89,7 +90,7 @@ class Gate:
 
 
 async def count_all(consumer: Consumer, key_count: int) -> None:
-    """Reads until so many different keys have come."""
+    """Reads until so many different keys have been received."""
     keys: set[bytes] = set()
     async for event in consumer:
         if isinstance(event, ChunkReceived):
@@ -115,7 +116,7 @@ async def test_a_blocked_indexer_slows_down_nobody_else(tmp_path: Path) -> None:
                 value = json.dumps({"n": index % 100, "x": "x" * VALUE_BYTES})
                 contents[b"%d" % index] = value.encode()
                 await writer.set(str(index), value)
-        # The other consumer has all of it, while this one has stopped taking.
+        # The other consumer receives everything, though the indexer has stopped receiving.
         with trio.fail_after(20):
             await count_all(consumer, COUNT + 1)
         pool = indexer.pool
@@ -129,7 +130,7 @@ async def test_a_blocked_indexer_slows_down_nobody_else(tmp_path: Path) -> None:
         gate.open()
         assert await scan(indexer, "d/n", timeout_s=20) == by_brute_force(BY_N, contents)
         assert pool.peak_bytes <= POOL_BYTES
-        # The other members of the round are behind the index that was asked.
+        # The other indexes of the round are behind the index of the scan.
         pipeline = indexer.slices[0].pipeline
         await eventually(lambda: not pipeline.queued_batch_count, "all is applied")
 
@@ -162,21 +163,24 @@ async def test_building_leaves_room_in_the_pool(
 async def test_a_stop_does_not_wait_for_an_index_that_is_slow(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Without the bound this takes as long as the documents do; what is not applied comes again."""
+    """The stop waits for a bounded time. What is not applied then is received again after the next
+    start."""
     monkeypatch.setattr(indexer_module, "STOP_S", 0)
     entries = Extractor.entries
-    began, goes_on = threading.Event(), threading.Event()
+    began, may_go_on = threading.Event(), threading.Event()
     calls = 0
 
-    def entries_held(self: Extractor, key: bytes, document: Any) -> tuple[Sequence[bytes], bytes]:
+    def entries_when_allowed(
+        self: Extractor, key: bytes, document: Any
+    ) -> tuple[Sequence[bytes], bytes]:
         nonlocal calls
         if key.startswith(b"slow"):
             calls += 1
             began.set()
-            assert goes_on.wait(20)
+            assert may_go_on.wait(20)
         return entries(self, key, document)
 
-    monkeypatch.setattr(Extractor, "entries", entries_held)
+    monkeypatch.setattr(Extractor, "entries", entries_when_allowed)
     contents = {b"slow%d" % index: b'{"n": %d}' % index for index in range(100)}
     async with a_server(partitions=1) as server, connect(server.url("b")) as client:
         async with an_indexer(server.url("b"), tmp_path) as indexer:
@@ -187,9 +191,9 @@ async def test_a_stop_does_not_wait_for_an_index_that_is_slow(
                     await writer.set(key, value)
             await trio.to_thread.run_sync(began.wait)
             # The stop cancels the round while the worker is at its first document.
-            trio.lowlevel.spawn_system_task(_set_when_blocked, goes_on)
+            trio.lowlevel.spawn_system_task(_set_when_blocked, may_go_on)
         assert calls < len(contents)
-        goes_on.set()
+        may_go_on.set()
         async with an_indexer(server.url("b"), tmp_path) as indexer:
             await until_ready(indexer, "d/n")
             assert await scan(indexer, "d/n", timeout_s=20) == by_brute_force(NOT_PLAIN, contents)
@@ -211,7 +215,7 @@ async def test_the_pool() -> None:
     ):
         raise AssertionError("there was room")
     assert pool.scan_bytes == 0
-    # Once it is known what a scan holds, others have the rest.
+    # Once the size of an answer is known, other scans may use the rest of its reservation.
     with pool.reserve_for_scan() as scan:
         scan.reduce_to(POOL_BYTES // 4 - SCAN_BYTES)
         with pool.reserve_for_scan():
@@ -227,7 +231,7 @@ async def test_the_pool() -> None:
         nursery.start_soon(wait)
         await trio.testing.wait_all_tasks_blocked()
         assert not waited.is_set()
-        # Streams do not wait for scans: these may wait for what a stream is to bring.
+        # Streams do not wait for scans, because a scan may wait for changes from a stream.
         with pool.reserve_for_scan():
             pool.release(1)
             await waited.wait()
@@ -274,7 +278,7 @@ def _member(file: CountingFile) -> PipelineMember:
 async def test_a_pipeline_waits_for_one_index_of_another_and_not_for_all(
     autojump_clock: trio.testing.MockClock,
 ) -> None:
-    """Twenty indexes that take a second each are built beside one that scans wait for."""
+    """Twenty indexes are built, which take a second each, and scans wait for another index."""
     pool = MemoryPool(POOL_BYTES)
     turn = trio.StrictFIFOLock()
 
@@ -294,7 +298,8 @@ async def test_a_pipeline_waits_for_one_index_of_another_and_not_for_all(
         running.put(_batch(pool, 0, 1000))
         began = trio.current_time()
         assert await running.drain()
-        # To read the batch, and to write it: each after a turn of the other pipeline.
+        # Two steps, reading the batch and writing it; each waits for one step of the other
+        # pipeline.
         assert trio.current_time() - began <= 4
         assert await building.drain()
         nursery.cancel_scope.cancel()
@@ -363,7 +368,7 @@ async def test_a_round_begins_with_the_index_that_a_scan_waits_for(
 async def test_an_index_that_a_scan_waits_for_takes_its_rounds_first(
     rounds_needed: int, autojump_clock: trio.testing.MockClock
 ) -> None:
-    """It goes ahead of the others by `AHEAD_ROUNDS`, and they take all rounds in the end."""
+    """It may be `AHEAD_ROUNDS` ahead of the others. In the end they have all rounds, too."""
     pool = MemoryPool(64 * ROUND_BYTES)
 
     others, own = [CountingFile(), CountingFile()], CountingFile()
@@ -374,7 +379,7 @@ async def test_an_index_that_a_scan_waits_for_takes_its_rounds_first(
     put_count = pipeline.put_count
     async with trio.open_nursery() as nursery:
         nursery.start_soon(pipeline.run)
-        # What comes meanwhile is not needed.
+        # The scan does not need the batch that is added now.
         await trio.sleep(1.5)
         pipeline.put(_batch(pool, 0, ROUND_BYTES))
         assert pipeline.round_count(own_file) == 0
@@ -394,12 +399,12 @@ async def test_an_index_that_a_scan_waits_for_takes_its_rounds_first(
 async def test_scans_that_follow_each_other_do_not_hold_up_other_indexes(
     batch_bytes: int, autojump_clock: trio.testing.MockClock
 ) -> None:
-    """Though their index always lacks something, the others are never further behind it: also where
-    rounds are small."""
+    """A scan always waits for their index, and still the others are at most `AHEAD_ROUNDS` behind
+    it, with large rounds and with small ones."""
     pool = MemoryPool(64 * ROUND_BYTES)
 
     async def work(function: Callable[[], T]) -> T:
-        # What the next scan waits for comes while something is applied.
+        # While a round is applied, another batch is added, and the next scan waits for it.
         pipeline.put(_batch(pool, 0, batch_bytes))
         nursery.start_soon(pipeline.wait_until_applied, pipeline.put_count, own_file)
         await trio.sleep(1)
@@ -448,14 +453,14 @@ async def test_a_round_waits_for_more_batches_unless_somebody_waits_for_it(
         await pipeline.applied.wait()
         assert trio.current_time() - began == pytest.approx(GATHER_S)
         assert (pipeline.rounds, pipeline.queued_batch_count) == (1, 0)
-        # Enough for a round.
+        # The batches fill a round, so it begins at once.
         began = trio.current_time()
         pipeline.put(_batch(pool, 0, 1000))
         await trio.testing.wait_all_tasks_blocked()
         pipeline.put(_batch(pool, 0, ROUND_BYTES))
         await pipeline.applied.wait()
         assert trio.current_time() == began
-        # Somebody waits.
+        # `drain` waits for the round, so it begins at once.
         pipeline.put(_batch(pool, 0, 1000))
         await trio.testing.wait_all_tasks_blocked()
         assert await pipeline.drain()
@@ -469,8 +474,8 @@ ROUND_S = 0.25
 async def test_a_scan_of_ones_own_write_waits_for_its_partition_only(
     autojump_clock: trio.testing.MockClock,
 ) -> None:
-    """Writers are faster than the indexer: what was put before the write takes 10 s, and more comes
-    all the time."""
+    """Writers are faster than the indexer: the batches before the write take 10 s, and more are
+    added all the time."""
     pool = MemoryPool(16 * 1024 * ROUND_BYTES)
 
     async def work(function: Callable[[], T]) -> T:
@@ -509,9 +514,9 @@ async def test_a_scan_of_ones_own_write_waits_for_its_partition_only(
             scans.start_soon(wait, "at_least", lambda: own not in pipeline.queued_partitions(), own)
             scans.start_soon(wait, "now", lambda: pipeline.has_applied(put_count))
         nursery.cancel_scope.cancel()
-    # The round under way, and two of which half is the partition's.
+    # The round that was running, and two more, half of each for the partition.
     assert waits["at_least"] == pytest.approx(3 * ROUND_S)
-    # All that was put before, and nothing that came later, but for the first round's.
+    # All batches that were added before, and no later ones, except in the first round.
     assert waits["now"] == pytest.approx(put_count * batch_bytes / ROUND_BYTES * ROUND_S, rel=0.05)
 
 
@@ -521,7 +526,7 @@ async def _work_at_once(function: Callable[[], T]) -> T:
 
 
 async def test_building_stops_at_half_of_the_pool(tmp_path: Path) -> None:
-    """The running indexes' stream, which stops at three quarters, goes on."""
+    """The running indexes' stream may use three quarters, so it continues."""
     gate = Gate()
     largest_chunk = 2 * 1024 * 1024
     pool_bytes = 3 * POOL_BYTES
@@ -554,7 +559,7 @@ async def test_building_stops_at_half_of_the_pool(tmp_path: Path) -> None:
 async def test_a_full_queue_holds_the_stream(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Small batches do not fill the pool, and are bounded in number."""
+    """Small batches do not fill the pool, so their number has its own limit."""
     batches_max = 5
     monkeypatch.setattr(batch_queues, "QUEUE_BATCHES_MAX", batches_max)
     gate = Gate()
@@ -564,7 +569,7 @@ async def test_a_full_queue_holds_the_stream(
         an_indexer(server.url("b"), tmp_path, work=gate) as indexer,
     ):
         await client.set("k0", "{}")
-        # The stream has saved where it begins, too, which works in the same place.
+        # Wait until the stream has saved its start, too: the gate would block that.
         await eventually(
             lambda: indexer.slices[0].figures()["applied"] == 1, "the stream has begun"
         )
@@ -580,12 +585,12 @@ async def test_a_full_queue_holds_the_stream(
         while not indexer.slices[0].pipeline.is_full:
             await client.set(f"k{written}", "{}")
             written += 1
-            # Each is a snapshot of its own, as the next one comes later.
+            # Wait, so that the next write is in a snapshot of its own.
             await eventually(has_received, "it is received")
         for _ in range(2 * batches_max):
             await client.set(f"k{written}", "{}")
             written += 1
-        # Another consumer is sent all of it.
+        # Another consumer receives everything.
         async with consume(server.url("b")) as consumer:
             await count_all(consumer, written)
         assert indexer.slices[0].pipeline.queued_batch_count == batches_max
@@ -595,11 +600,11 @@ async def test_a_full_queue_holds_the_stream(
         )
 
 
-async def test_the_stream_goes_on_where_keys_are_forgotten_that_are_applied_long_since(
+async def test_the_stream_does_not_wait_to_forget_keys_that_are_applied(
     tmp_path: Path,
 ) -> None:
-    """Each time that received keys were to be forgotten, the stream waited until all indexes had
-    all that was queued. So did scans at `now`."""
+    """If it waited until all indexes had all queued batches each time that it forgets received
+    keys, scans at `now` would wait, too."""
     gate = Gate()
     async with (
         a_server(partitions=1) as server,
@@ -622,12 +627,12 @@ async def test_the_stream_goes_on_where_keys_are_forgotten_that_are_applied_long
         await eventually(lambda: figures()["applied"] == 150, "all is applied")
 
 
-async def test_what_another_commit_followed_survives_a_crash() -> None:
+async def test_a_commit_is_durable_once_another_commit_follows() -> None:
     pipeline = Pipeline(MemoryPool(POOL_BYTES), _work_at_once)
     durable_seqs = []
     async with trio.open_nursery() as nursery:
         nursery.start_soon(pipeline.run)
-        # The third goes back.
+        # The third is a rollback.
         for seq in 5, 9, 3, 4:
             position = Position(FailoverLog(), SeqNo(seq), SeqNo(seq), None)
             pipeline.put(IndexBatch(PartitionId(0), Mark(position)))
@@ -664,7 +669,7 @@ async def test_a_full_queue_holds_the_stream_of_a_new_index(
         await eventually(
             lambda: indexer.slices[0].definitions.queued_batches > 0, "building has begun"
         )
-        # Another consumer is sent all of it.
+        # Another consumer receives everything.
         async with consume(server.url("b")) as consumer:
             await count_all(consumer, keys + 1)
         assert indexer.slices[0].definitions.queued_batches == 1
@@ -672,7 +677,7 @@ async def test_a_full_queue_holds_the_stream_of_a_new_index(
         await until_ready(indexer, "d/n")
 
 
-async def test_a_queue_is_bounded_in_batches_too() -> None:
+async def test_a_queue_has_a_limit_of_batches() -> None:
     pool = MemoryPool(POOL_BYTES)
     pipeline = Pipeline(pool, Gate(), ())
     await trio.lowlevel.checkpoint()
@@ -712,7 +717,7 @@ async def test_a_barrier_is_shared_by_scans_that_came_before_it_was_sent() -> No
             nursery.start_soon(ask, name)
         await trio.testing.wait_all_tasks_blocked()
         assert barrier_count == 1
-        # These come too late for the barrier that is on its way.
+        # The first barrier was sent before these scans, so they need another one.
         for name in "cd":
             nursery.start_soon(ask, name)
         await trio.testing.wait_all_tasks_blocked()
@@ -726,7 +731,8 @@ async def test_a_barrier_is_shared_by_scans_that_came_before_it_was_sent() -> No
 
 
 async def test_a_barrier_waits_for_what_the_queues_hold_before_it() -> None:
-    """Definitions ask so: a design document in a queue is not in the catalog yet."""
+    """A request for the definitions waits so: a design document in a queue is not in the catalog
+    yet."""
     pool = MemoryPool(POOL_BYTES)
     pipeline = Pipeline(pool, _work_at_once)
     barriers = ScanBarriers(trio.lowlevel.checkpoint, pipeline)
@@ -750,11 +756,11 @@ async def test_a_barrier_waits_for_what_the_queues_hold_before_it() -> None:
 
 
 class SlowCount:
-    """Takes the place of `EntryReader.select`: begins, and goes on when it may.
+    """Replaces `EntryReader.select`; it waits before it returns entries.
 
     Attributes:
         has_begun: Set once the thread has begun to count.
-        may_go_on: To be set.
+        may_go_on: The test sets it to let the thread continue.
         entry_count: How many entries were counted.
     """
 
@@ -763,7 +769,7 @@ class SlowCount:
         self.entry_count = 0
 
     def select(self, _selection: EntrySelection) -> Iterator[bytes]:
-        """Three steps of entries."""
+        """Yields so many entries that counting them takes three steps."""
         trio.from_thread.run_sync(self.has_begun.set)
         self.may_go_on.wait()
         for _ in range(3 * COUNT_STEP):
@@ -774,8 +780,8 @@ class SlowCount:
 async def test_a_count_that_nobody_waits_for_ends(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A count of many entries takes minutes. A stop of the indexer waited for it, and clients that
-    gave up and asked again took one thread after the other."""
+    """A count of many entries takes minutes. Otherwise a stop of the indexer would wait for it, and
+    clients that give up and ask again would occupy one thread after the other."""
     slow_count = SlowCount()
 
     async with (
@@ -794,11 +800,11 @@ async def test_a_count_that_nobody_waits_for_ends(
     assert slow_count.entry_count == COUNT_STEP
 
 
-async def test_counts_leave_threads_for_what_keeps_a_slice_going(
+async def test_counts_leave_threads_for_the_other_work_of_a_slice(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Forty of them took all threads of the process: until one ended, no status was told, and no
-    design document was read."""
+    """Without a limit, forty counts would take all threads of the process: until one ended, the
+    slice could report no status and read no design document."""
     begun, may_go_on = threading.Semaphore(0), threading.Event()
 
     def select(_reader: EntryReader, _selection: EntrySelection) -> Iterator[bytes]:
@@ -824,7 +830,7 @@ async def test_counts_leave_threads_for_what_keeps_a_slice_going(
             try:
                 with trio.fail_after(20):
                     status = await indexer.scanner.status(name_of("d/n"))
-                    # A scan that waits for its turn has its timeout.
+                    # The timeout of a scan includes its wait for a thread.
                     with pytest.raises(NotFreshError):
                         await ask(indexer, "d/n", Query(limit=10_000, timeout_s=0.1))
             finally:
@@ -835,8 +841,8 @@ async def test_counts_leave_threads_for_what_keeps_a_slice_going(
 async def test_a_count_of_an_index_that_is_dropped_ends(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The file is removed when nobody reads it, and until then the slice took in no definition: for
-    minutes, where a count took so long."""
+    """The file is removed when nothing reads it, and until then the slice applies no definition. A
+    count may take minutes."""
     slow_count = SlowCount()
 
     async def count_all_entries() -> None:
@@ -863,7 +869,7 @@ async def test_a_count_of_an_index_that_is_dropped_ends(
 
 @pytest.mark.parametrize("limit", [1, 10_000])
 async def test_a_scan_that_needs_no_wait_needs_no_time(tmp_path: Path, limit: int) -> None:
-    """With a timeout of 0 s it was refused as not fresh, whatever it asked for."""
+    """With a timeout of 0 s, only a scan that must wait is refused as not fresh."""
     async with (
         a_server() as server,
         connect(server.url("b")) as client,

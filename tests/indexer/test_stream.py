@@ -1,4 +1,4 @@
-"""How far the stream of the running indexes is."""
+"""The stream of the running indexes: its marks, its memory, its connections."""
 
 from __future__ import annotations
 
@@ -38,18 +38,18 @@ def position(seq: int) -> Position:
 
 PARTITION = PartitionId(0)
 PARTS = 16
-"""Parts of snapshots that fill a pool: each node sends one snapshot at a time, so they are from so
-many nodes."""
+"""How many parts of snapshots fill a pool. A node sends one snapshot at a time, so each part is
+from another node."""
 
 
 def part_of_snapshot(partition: PartitionId, nbytes: int) -> ChunkReceived:
-    """A change of so many bytes, and the snapshot goes on."""
+    """A chunk with one change of so many bytes, which does not end its snapshot."""
     row = Mutation(Operation.SET, b"k%d" % partition, b"v" * nbytes, SeqNo(1), Cas(1))
     return ChunkReceived(partition, Chunk.build([row]))
 
 
-class Standing:
-    """A consumer that is at some positions."""
+class ConsumerAtPositions:
+    """A consumer with given positions."""
 
     def __init__(self, positions: dict[PartitionId, Position]) -> None:
         self.resume_state = ResumeState(BUCKET, positions)
@@ -67,28 +67,31 @@ def a_stream(folder: Path, pool: MemoryPool, pipeline: Pipeline) -> IndexerStrea
     )
 
 
-def test_a_partition_without_changes_is_as_far_as_its_consumer(tmp_path: Path) -> None:
-    """After a failover no change may come for long. An index that is built must not wait for it."""
+def test_a_partition_without_changes_has_reached_its_consumers_position(tmp_path: Path) -> None:
+    """After a failover there may be no change for a long time. A new index must not wait for
+    one."""
     pool = MemoryPool(POOL_BYTES)
     stream = a_stream(tmp_path, pool, Pipeline(pool, worker_thread()))
     idle, busy = PartitionId(0), PartitionId(1)
     stream.marks = {busy: Mark(position(5))}
     assert stream.reached_marks() == stream.marks
-    stream._consumer = cast("RollbackConsumer", Standing({idle: position(7), busy: position(9)}))
+    stream._consumer = cast(
+        "RollbackConsumer", ConsumerAtPositions({idle: position(7), busy: position(9)})
+    )
     row = Mutation(Operation.SET, b"k", b"v", SeqNo(9), Cas(9))
-    # A part of a snapshot has come, and is not put yet.
+    # A part of a snapshot is received, but not yet in a queue.
     stream._assembler.add_chunk(busy, Chunk.build([row]), Mark(position(9)))
     assert stream.reached_marks() == {idle: Mark(position(7)), busy: Mark(position(5))}
 
 
 async def test_parts_of_snapshots_that_fill_the_pool_are_applied(tmp_path: Path) -> None:
-    """Nothing else releases what they have reserved: the rest of each waits for room."""
+    """The rest of each snapshot waits for memory. Only applying the parts releases some."""
     pool = MemoryPool(POOL_BYTES)
     pipeline = Pipeline(pool, worker_thread())
     stream = a_stream(tmp_path, pool, pipeline)
     partitions = [PartitionId(number) for number in range(PARTS)]
     positions = {partition: position(1) for partition in partitions}
-    consumer = cast("RollbackConsumer", Standing(positions))
+    consumer = cast("RollbackConsumer", ConsumerAtPositions(positions))
     for partition in partitions:
         await stream._handle(consumer, part_of_snapshot(partition, POOL_BYTES // 17))
     assert not pool.has_room(STREAM_SHARE)
@@ -101,8 +104,8 @@ async def test_parts_of_snapshots_that_fill_the_pool_are_applied(tmp_path: Path)
     assert set(stream.marks) == set(partitions)
 
 
-class CutInSnapshot:
-    """A consumer whose connection breaks behind a part of a snapshot."""
+class BreaksInSnapshot:
+    """A consumer whose connection breaks after a part of a snapshot."""
 
     def __init__(self) -> None:
         self.resume_state = ResumeState(BUCKET, {PARTITION: position(1)})
@@ -110,9 +113,9 @@ class CutInSnapshot:
         self._parts = [part_of_snapshot(PARTITION, 10)]
 
     def flush_received_keys(self) -> None:
-        """Nothing is received that could be undone."""
+        """Does nothing: these tests undo nothing."""
 
-    def __aiter__(self) -> CutInSnapshot:
+    def __aiter__(self) -> BreaksInSnapshot:
         return self
 
     async def __anext__(self) -> Event:
@@ -125,22 +128,23 @@ class CutInSnapshot:
 async def test_what_came_over_an_earlier_connection_is_applied_before_the_next_resumes(
     tmp_path: Path, autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Otherwise it would be applied after what resumes behind it. After a failover the server may
-    have lost it, and nobody would undo it: the indexes had not got it when the stream resumed."""
+    """The next connection resumes from what is applied. After a failover the server may have lost
+    changes that were received and not applied. If they were applied after that, nothing would
+    undo them."""
     pool = MemoryPool(POOL_BYTES)
     pipeline = Pipeline(pool, worker_thread())
     stream = a_stream(tmp_path, pool, pipeline)
     waiting: list[bool] = []
 
     @asynccontextmanager
-    async def cut_in_snapshot(*_args: Any, **_options: Any) -> AsyncIterator[CutInSnapshot]:
+    async def consume_until_broken(*_args: Any, **_options: Any) -> AsyncIterator[BreaksInSnapshot]:
         await trio.lowlevel.checkpoint()
         waiting.append(stream._assembler.is_open(PARTITION) or pool.used_bytes > 0)
         if len(waiting) > 1:
             nursery.cancel_scope.cancel()
-        yield CutInSnapshot()
+        yield BreaksInSnapshot()
 
-    monkeypatch.setattr(stream_module, "consume_with_rollback", cut_in_snapshot)
+    monkeypatch.setattr(stream_module, "consume_with_rollback", consume_until_broken)
     stream._partitions = [PARTITION]
     async with trio.open_nursery() as nursery:
         nursery.start_soon(pipeline.run)
@@ -151,8 +155,9 @@ async def test_what_came_over_an_earlier_connection_is_applied_before_the_next_r
 async def test_an_indexer_waits_for_streams_above_its_users_limit(
     tmp_path: Path, autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A new index needs as many streams again. If its user may not have them, the indexer would
-    end, and end again after each start: scans of all indexes would fail."""
+    """A new index needs as many streams as the running ones. If the user's limit does not allow
+    them, the indexer must not end: it would end again after each start, and scans of all indexes
+    would fail."""
     pool = MemoryPool(POOL_BYTES)
     pipeline = Pipeline(pool, worker_thread())
     stream = a_stream(tmp_path, pool, pipeline)

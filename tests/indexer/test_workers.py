@@ -11,7 +11,7 @@ from typing import Final
 
 from tests.indexer.kit import by_brute_force
 from tests.indexer.processes import indexer_process, workers_of
-from tests.indexer.test_kill import BY_A, DESIGN, KEYS, Load, breathe, compare, until_ready
+from tests.indexer.test_kill import BY_A, DESIGN, KEYS, Load, compare, pause, until_ready
 from upr_protocol.client import BlockingClient, IndexClient, IndexerError
 
 ROUNDS = int(os.environ.get("UPR_INDEXER_WORKER_ROUNDS", "2"))
@@ -66,7 +66,7 @@ def test_workers_that_are_killed_or_hang_never_give_half_an_answer(
                     codes.add(code)
                     if not code:
                         break
-                    breathe()
+                    pause()
                 with load.paused:
                     compare(asking, client)
         finally:
@@ -111,7 +111,7 @@ def test_a_stop_applies_what_was_read_and_a_killed_indexer_leaves_no_worker(
             indexer.kill()
             # The socket tells the workers.
             while any(Path(f"/proc/{pid}/exe").exists() for pid in pids):
-                breathe()
+                pause()
         # The next one waits for their locks.
         with (
             indexer_process(url, tmp_path, *options) as indexer,
