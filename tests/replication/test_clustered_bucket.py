@@ -36,11 +36,11 @@ LAST: Final = PartitionId(2 * STEP_PARTITIONS - 1)
 PROMPT_S: Final = 60.0
 
 
-async def test_a_log_that_becomes_another_while_a_map_is_prepared_is_not_taken_back(
+async def test_a_failover_log_that_changes_while_a_map_is_prepared_is_kept(
     monkeypatch: pytest.MonkeyPatch, autojump_clock: MockClock
 ) -> None:
-    """A replica that goes on hears of a new history between two steps, in which others have their
-    turn. What was judged of it in the step before knew the log before."""
+    """A map is prepared in steps, between which other tasks run. A replica may receive a new
+    history between two steps; the result of an earlier step was computed from the old log."""
     config = ServerConfig(listen="127.0.0.1:0", node="b")
     async with running_server(config, SimulatedStore()) as server:
         nodes = {"a": "127.0.0.1:1", "b": f"127.0.0.1:{server.port}"}
@@ -65,10 +65,10 @@ async def test_a_log_that_becomes_another_while_a_map_is_prepared_is_not_taken_b
         assert of_first_step.failover_log == new_log
 
 
-async def test_a_node_tells_no_states_of_an_older_map_under_a_newer_one(
+async def test_a_node_sends_no_states_of_an_older_map_with_a_newer_revision(
     monkeypatch: pytest.MonkeyPatch, autojump_clock: MockClock
 ) -> None:
-    """It has the new map, and its partitions have yet to follow."""
+    """The node has the new map, but its partitions have not changed yet."""
     config = ServerConfig(listen="127.0.0.1:0", node="a")
     async with running_server(config, SimulatedStore()) as server, trio.open_nursery() as nursery:
         nodes = {"a": f"127.0.0.1:{server.port}", "b": "127.0.0.1:1"}
@@ -107,7 +107,7 @@ async def test_a_node_tells_no_states_of_an_older_map_under_a_newer_one(
 
 
 class OpeningClient:
-    """A client that opens a bucket, as the handler sees it.
+    """A client that opens a bucket, as its handler sees it.
 
     Attributes:
         bucket: The bucket.
@@ -131,10 +131,10 @@ class OpeningClient:
         self.sent.append(message)
 
 
-async def test_a_node_that_takes_a_map_while_it_tells_of_partitions_tells_the_revision_before(
+async def test_a_node_that_applies_a_map_while_it_sends_partitions_sends_the_earlier_revision(
     autojump_clock: MockClock,
 ) -> None:
-    """It tells of many partitions in steps."""
+    """The node sends many partitions in steps, between which it may apply a map."""
     async with running_server(
         ServerConfig(listen="127.0.0.1:0", node="a"), SimulatedStore()
     ) as server:
@@ -156,7 +156,7 @@ async def test_a_node_that_takes_a_map_while_it_tells_of_partitions_tells_the_re
 async def test_the_map_of_a_bucket_that_is_deleted_meanwhile_is_not_stored_for_the_next_one(
     monkeypatch: pytest.MonkeyPatch, autojump_clock: MockClock
 ) -> None:
-    """Both have the same name, by which the disk knows them."""
+    """Both buckets have the same name, and the disk identifies a bucket by its name."""
     store = SimulatedStore()
     async with running_server(ServerConfig(listen="127.0.0.1:0", node="a"), store) as server:
         nodes = {"a": f"127.0.0.1:{server.port}", "b": "127.0.0.1:1"}
@@ -212,7 +212,7 @@ async def active_node() -> AsyncIterator[ActiveNode]:
 async def test_partitions_that_are_handed_over_forget_their_keys_in_steps(
     monkeypatch: pytest.MonkeyPatch, autojump_clock: MockClock
 ) -> None:
-    """A node may have tens of millions in memory."""
+    """A node may have tens of millions of keys in memory."""
     monkeypatch.setattr(clustered_bucket, "FORGOTTEN_KEYS", 1)
     async with active_node() as node:
         partitions = node.bucket.partitions
@@ -237,7 +237,8 @@ async def test_partitions_that_are_handed_over_free_their_snapshots_in_steps(
             for number in range(8):
                 chunk = chunk_of_plain_sets([b"%d" % number], [b""])
                 partition.mutate(batch_of(chunk), now=1.0)
-                # A reader stands between it and the next, so that they are not put together.
+                # A reader has a cursor between this snapshot and the next, so that they are not
+                # collapsed.
                 partition.manager.register("a reader", partition.high_seq)
                 partition.snapshots.close(partition.snapshots.entries[-1])
         largest_step = LargestStep(
@@ -250,10 +251,11 @@ async def test_partitions_that_are_handed_over_free_their_snapshots_in_steps(
         assert largest_step.added_count <= STEP_PARTITIONS
 
 
-async def test_a_bucket_that_was_made_for_a_map_that_failed_has_nothing_to_be_active_with(
+async def test_a_bucket_created_for_a_map_that_failed_does_not_become_active(
     autojump_clock: MockClock,
 ) -> None:
-    """The node has lost its disk: what the map has it hold, only others have."""
+    """The node has lost its disk: only other nodes have the data of the partitions that the map
+    assigns to it."""
     config = ServerConfig(listen="127.0.0.1:0", node="a")
     async with running_server(config, SimulatedStore()) as server:
         nodes = {"a": f"127.0.0.1:{server.port}", "b": "127.0.0.1:1"}
@@ -269,7 +271,7 @@ async def test_a_bucket_that_was_made_for_a_map_that_failed_has_nothing_to_be_ac
 async def test_what_a_node_has_reported_does_not_count_once_it_is_no_replica(
     autojump_clock: MockClock,
 ) -> None:
-    """Its connection may last. A failover would not look at its copy."""
+    """Its connection may still be open, but a failover would not use its copy."""
     config = ServerConfig(listen="127.0.0.1:0", node="a")
     async with running_server(config, SimulatedStore()) as server:
         nodes = {"a": f"127.0.0.1:{server.port}", "b": "127.0.0.1:1", "c": "127.0.0.1:2"}
@@ -298,7 +300,7 @@ async def test_what_a_node_has_reported_does_not_count_once_it_is_no_replica(
 async def test_a_map_that_meets_a_damaged_record_is_applied_and_refuses_the_partition_alone(
     autojump_clock: MockClock, assignment: Assignment
 ) -> None:
-    """It was refused, so the partition could not be moved to another node."""
+    """If the map were refused, the partition could not be moved to another node."""
     store, damaged, other = SimulatedStore(), PartitionId(0), PartitionId(1)
     async with running_server(ServerConfig(listen="127.0.0.1:0", node="a"), store) as server:
         nodes = {"a": f"127.0.0.1:{server.port}", "b": "127.0.0.1:1"}
@@ -325,21 +327,22 @@ async def test_a_map_that_meets_a_damaged_record_is_applied_and_refuses_the_part
         await trio.sleep(PROMPT_S)
         figures: Any = disk.statistics()["disk"]
         assert figures["damaged_partitions"] == [damaged]
-        # The damaged copy stays refused, and no later map minds it.
+        # The damaged copy stays refused, and later maps are applied in spite of it.
         third = second.with_assignments({damaged: Assignment("b"), other: Assignment("b")})
         await server.partition_maps.set_map(second.revision, third.encode())
         assert [partition.state for partition in partitions] == [PartitionState.DEAD] * 2
     stored_bucket = ChunkLog(log).load()
     assert PartitionMap.decode(stored_bucket.partition_map) == third
     assert [bool(partition.damage) for partition in stored_bucket.partitions] == [True, False]
-    # Should the record be readable again, it names a state and histories of an older map.
+    # If the record were readable again, its state and histories would be those of an older map.
     assert CLEAN_STOP not in log.keys()  # noqa: SIM118
 
 
-async def test_a_replica_whose_damaged_record_is_met_by_the_map_that_makes_it_active(
+async def test_a_replica_with_a_damaged_record_does_not_become_active(
     autojump_clock: MockClock,
 ) -> None:
-    """If its record is readable at the next start, it has not begun the new history."""
+    """The new history is not on disk. So the node writes no clean-stop marker either: the old
+    record may be readable again at the next start."""
     store = SimulatedStore()
     async with running_server(ServerConfig(listen="127.0.0.1:0", node="b"), store) as server:
         nodes = {"a": "127.0.0.1:1", "b": f"127.0.0.1:{server.port}"}

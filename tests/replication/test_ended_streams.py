@@ -1,4 +1,5 @@
-"""A node ends the streams of a partition before anybody could be given what is no longer true."""
+"""When a partition changes its state, a node ends its streams first, so that no client receives
+outdated data."""
 
 from __future__ import annotations
 
@@ -38,8 +39,8 @@ REPLICA = "replica:b"
 
 
 def open_streams(group: TestCluster, name: str) -> dict[str, int]:
-    """The streams of the partition that a node has open: the opaque number by the consumer's
-    identity. A request that waits is none."""
+    """The open streams of the partition at a node: the opaque number by the consumer's identity. A
+    request that waits for its answer does not count."""
     return {
         session.client_identity: stream.opaque
         for session in sessions_of(group, name)
@@ -49,7 +50,7 @@ def open_streams(group: TestCluster, name: str) -> dict[str, int]:
 
 
 def waiting_requests(group: TestCluster, name: str) -> int:
-    """Streams that a node was asked for, and that it has not answered."""
+    """How many requests for streams a node has not answered yet."""
     return sum(
         stream.state is StreamState.REQUESTED
         for session in sessions_of(group, name)
@@ -70,12 +71,12 @@ async def write(group: TestCluster, name: str, key: str, count: int = 1) -> None
 
 
 class Follower:
-    """Follows the partition at one node.
+    """Consumes the partition at one node.
 
     Attributes:
         keys: The keys that it has.
-        log: The failover log that its stream was accepted with.
-        unknown_histories: Histories of snapshots that this log does not name.
+        log: The failover log with which the node accepted its stream.
+        unknown_histories: The histories of snapshots that are not in this log.
         rollbacks: How often it was told to roll back.
     """
 
@@ -100,7 +101,7 @@ class Follower:
 
 
 @pytest.mark.parametrize(
-    ("assignment", "spared"),
+    ("assignment", "remaining"),
     [
         (Assignment(replicas={"b": ""}, handing_over="a"), [REPLICA]),
         (Assignment("b", {"a": ""}), []),
@@ -108,10 +109,10 @@ class Follower:
     ids=["it hands over", "another is active at once"],
 )
 async def test_a_node_that_stops_being_active_ends_its_streams(
-    assignment: Assignment, spared: Sequence[str]
+    assignment: Assignment, remaining: Sequence[str]
 ) -> None:
-    """A barrier that came back from here would cover nothing of what the next active takes in. A
-    replica alone follows a node that hands over to the end."""
+    """A barrier that returned from here would not cover what the next active node accepts. Only a
+    replica keeps its stream, to the end, from a node that hands over."""
     async with cluster("ab", partitions=1) as group:
         await write(group, "a", "key")
         await group.quiet()
@@ -128,14 +129,15 @@ async def test_a_node_that_stops_being_active_ends_its_streams(
             server = group.nodes["a"].server
             assert server is not None
             group.map = group.map.with_assignments({PARTITION: assignment})
-            # Without a network in between: nobody can ask for another stream before this returns.
+            # Called directly, not over the network, so that no client can ask for another stream
+            # before it returns.
             await server.partition_maps.set_map(group.map.revision - 1, group.map.encode())
-            assert open_streams(group, "a") == {name: before[name] for name in spared}
+            assert open_streams(group, "a") == {name: before[name] for name in remaining}
             nursery.cancel_scope.cancel()
 
 
 async def test_a_replica_ends_its_streams_before_it_gives_data_of_a_new_history() -> None:
-    """Its own state does not change: it hears of the new history from its active."""
+    """The replica's own state does not change: it receives the new history from its active node."""
     async with cluster("ab", partitions=1) as group:
         await write(group, "a", "early")
         await group.quiet()
@@ -155,7 +157,9 @@ async def test_a_replica_ends_its_streams_before_it_gives_data_of_a_new_history(
             await write(group, "a", "late")
             await group.quiet()
             assert len(replica.failover_log) == len(log_before) + 1
-            await eventually(lambda: b"late 0" in follower.keys, "the consumer goes on")
+            await eventually(
+                lambda: b"late 0" in follower.keys, "the consumer receives the new change"
+            )
             assert follower.log == replica.failover_log
             assert follower.unknown_histories == []
             assert follower.rollbacks == 0
@@ -165,7 +169,7 @@ async def test_a_replica_ends_its_streams_before_it_gives_data_of_a_new_history(
 async def test_a_replica_that_rolls_back_leaves_no_stream_open(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """It ends its streams before it takes anything back, and none begins meanwhile."""
+    """It ends its streams before it undoes anything, and accepts none until it is done."""
     async with cluster(partitions=1) as group:
         await write(group, "a", "kept", 5)
         await group.quiet()
@@ -193,31 +197,31 @@ async def test_a_replica_that_rolls_back_leaves_no_stream_open(
             answered: list[int] = []
             send = ServerSession.send
 
-            def send_noted(session: ServerSession, message: Message) -> None:
+            def send_and_record(session: ServerSession, message: Message) -> None:
                 if isinstance(message, StreamReply):
                     answered.append(message.status)
                 send(session, message)
 
             truncate_disk, truncate_memory = BucketDisk.truncate, Partition.truncate
 
-            async def truncate_late(
+            async def truncate_after_new_request(
                 disk: BucketDisk,
                 partition: PartitionId,
                 record: PartitionRecord,
                 answers: Sequence[bytes],
             ) -> list[int]:
                 had_ended.append(open_streams(group, "b").get(CONSUMER) != first)
-                # The consumer asks again in between, and waits.
+                # The consumer asks for a stream again, and the request waits.
                 await eventually(lambda: bool(waiting_requests(group, "b")), "it asked again")
                 return await truncate_disk(disk, partition, record, answers)
 
-            def truncate_noted(partition: Partition, seq: SeqNo) -> None:
+            def truncate_and_record(partition: Partition, seq: SeqNo) -> None:
                 open_at_the_end.append(open_streams(group, "b"))
                 truncate_memory(partition, seq)
 
-            monkeypatch.setattr(ServerSession, "send", send_noted)
-            monkeypatch.setattr(BucketDisk, "truncate", truncate_late)
-            monkeypatch.setattr(Partition, "truncate", truncate_noted)
+            monkeypatch.setattr(ServerSession, "send", send_and_record)
+            monkeypatch.setattr(BucketDisk, "truncate", truncate_after_new_request)
+            monkeypatch.setattr(Partition, "truncate", truncate_and_record)
             await group.nodes["a"].kill()
             await group.start("c")
             await group.give(
@@ -226,7 +230,9 @@ async def test_a_replica_that_rolls_back_leaves_no_stream_open(
                 "b",
             )
             await write(group, "c", "later")
-            await eventually(lambda: b"later 0" in follower.keys, "the consumer goes on", 10)
+            await eventually(
+                lambda: b"later 0" in follower.keys, "the consumer receives the new change", 10
+            )
             assert had_ended == [True]
             assert open_at_the_end == [{}]
             assert follower.rollbacks == 1
@@ -236,7 +242,8 @@ async def test_a_replica_that_rolls_back_leaves_no_stream_open(
 
 
 async def test_a_map_ends_streams_in_steps_and_none_begins_meanwhile() -> None:
-    """The partitions change after the last step: until then what is sent is still true."""
+    """The partitions change after the last step. Until then, data of the streams that are still
+    open is not outdated."""
     async with cluster("a", partitions=3 * STEP_STREAMS) as group:
         server = group.nodes["a"].server
         assert server is not None
@@ -258,17 +265,17 @@ async def test_a_map_ends_streams_in_steps_and_none_begins_meanwhile() -> None:
             open_counts: list[int] = []
             end_streams = server.end_streams
 
-            def end_noted(*args: Any, **options: Any) -> Iterator[None]:
+            def end_and_count(*args: Any, **options: Any) -> Iterator[None]:
                 for _ in end_streams(*args, **options):
                     open_counts.append(streams())
                     yield
 
-            object.__setattr__(server, "end_streams", end_noted)
+            object.__setattr__(server, "end_streams", end_and_count)
             async with streams_ended(server, bucket, partitions, Status.STATE_CHANGED):
                 assert open_counts[0] >= 2 * STEP_STREAMS
                 assert open_counts == sorted(open_counts, reverse=True)
                 assert streams() == 1
-                # The consumer asks again, and waits.
+                # The consumer asks for streams again, and the requests wait.
                 await eventually(
                     lambda: waiting_requests(group, "a") == len(partitions), "it asked again"
                 )

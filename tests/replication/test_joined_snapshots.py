@@ -1,4 +1,4 @@
-"""Small snapshots that are put together on their way to a replica's disk, against a model."""
+"""How a replica joins small received snapshots before it writes them to disk, against a model."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ PARTS = st.lists(
     ),
     max_size=30,
 )
-"""Chunks: by mutation its key and its value's length, how many numbers follow that have no mutation
-any more, and whether its snapshot ends there."""
+"""Chunks: the key and the value's length of each mutation, how many sequence numbers without a
+mutation follow, and whether the snapshot ends there."""
 
 
 @attrs.define
 class ReceivedStream:
-    """Chunks and ends, as a stream brings them.
+    """The chunks and snapshot ends that a stream brings.
 
     Attributes:
         chunks: The chunks.
-        ends: Where snapshots end.
+        ends: The sequence numbers at which snapshots end.
     """
 
     chunks: list[Chunk] = attrs.field(factory=list)
@@ -47,7 +47,7 @@ class ReceivedStream:
 def stream_of(
     parts: Iterable[tuple[Sequence[tuple[int, int]], int, bool]], seq: int = 7
 ) -> ReceivedStream:
-    """What comes after a number. A snapshot has each key once."""
+    """A stream that starts after `seq`. A snapshot has each key once."""
     stream = ReceivedStream()
     keys_of_snapshot: set[int] = set()
     for rows, gap, ends in parts:
@@ -70,8 +70,8 @@ def stream_of(
     return stream
 
 
-def run(stream: ReceivedStream, *, is_continued: bool = False) -> tuple[ReceivedStream, int]:
-    """What is left, and how many steps it took."""
+def join(stream: ReceivedStream, *, is_continued: bool = False) -> tuple[ReceivedStream, int]:
+    """The joined snapshots, and how many steps the join took."""
     steps = join_snapshots(stream.chunks, stream.ends, is_continued=is_continued)
     count = 1
     while True:
@@ -83,16 +83,16 @@ def run(stream: ReceivedStream, *, is_continued: bool = False) -> tuple[Received
 
 
 def contents(chunks: Iterable[Chunk], through: int) -> dict[bytes, Mutation]:
-    """By key the newest mutation up to a number."""
+    """By key, the newest mutation up to a sequence number."""
     return {row.key: row for chunk in chunks for row in chunk if row.seq <= through}
 
 
 @given(PARTS, st.booleans())
-def test_at_each_end_that_is_left_the_contents_are_the_same(
+def test_the_contents_at_each_remaining_end_are_unchanged(
     parts: list[tuple[list[tuple[int, int]], int, bool]], is_continued: bool
 ) -> None:
     stream = stream_of(parts)
-    joined, _ = run(stream, is_continued=is_continued)
+    joined, _ = join(stream, is_continued=is_continued)
     assert set(joined.ends) <= set(stream.ends)
     assert joined.ends[-1:] == stream.ends[-1:]
     assert [chunk.start for chunk in joined.chunks][:1] == [c.start for c in stream.chunks][:1]
@@ -103,7 +103,8 @@ def test_at_each_end_that_is_left_the_contents_are_the_same(
     for chunk in joined.chunks:
         chunk.check()
         assert [row.seq for row in chunk] == sorted(row.seq for row in chunk)
-    # Each snapshot has each key once, but for the first, of which some may lie before.
+    # Each snapshot has each key once. The first may have begun before these chunks, so it is only
+    # checked from there.
     first_seq = stream.chunks[0].start if stream.chunks else SeqNo(0)
     bounds = [first_seq, *joined.ends]
     for start, end in pairwise(bounds):
@@ -111,7 +112,7 @@ def test_at_each_end_that_is_left_the_contents_are_the_same(
         assert len(keys) == len(set(keys))
     if is_continued and stream.ends:
         assert joined.ends[0] == stream.ends[0]
-    # Neighbours that are left are large together.
+    # Two neighbouring snapshots remain only if they are too large to be joined.
     ends = joined.ends[1:] if is_continued else joined.ends
     starts = [joined.ends[0] if is_continued and joined.ends else first_seq, *ends]
     sizes = [
@@ -122,24 +123,24 @@ def test_at_each_end_that_is_left_the_contents_are_the_same(
 
 
 def test_many_small_snapshots_become_few_chunks() -> None:
-    """Others have their turn after each."""
+    """Each joined snapshot is a step, and other tasks run between steps."""
     stream = stream_of([([(index % KEYS, 1)], 0, True) for index in range(150)])
-    joined, steps = run(stream)
+    joined, steps = join(stream)
     assert joined.ends == [7 + JOINED_SNAPSHOTS_MAX, 7 + 2 * JOINED_SNAPSHOTS_MAX, 157]
     assert [chunk.count for chunk in joined.chunks] == [KEYS, KEYS, KEYS]
     assert steps == 3
 
 
-def test_what_is_large_is_not_copied() -> None:
+def test_large_snapshots_are_not_copied() -> None:
     stream = stream_of([([(1, 2 * LARGE_BYTES), (2, 2 * LARGE_BYTES)], 0, True)] * 3)
-    joined, _ = run(stream)
+    joined, _ = join(stream)
     assert joined.ends == stream.ends
     assert all(a is b for a, b in zip(joined.chunks, stream.chunks, strict=True))
 
 
-def test_the_front_of_a_snapshot_stays_as_it_is() -> None:
+def test_the_received_part_of_an_unfinished_snapshot_is_not_changed() -> None:
     stream = stream_of([([(1, 1)], 0, True), ([(2, 1)], 0, True), ([(1, 1)], 0, False)])
-    joined, _ = run(stream)
+    joined, _ = join(stream)
     assert joined.ends == stream.ends[1:]
     assert len(joined.chunks) == 2
     assert joined.chunks[1] is stream.chunks[2]

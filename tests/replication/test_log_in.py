@@ -1,4 +1,4 @@
-"""Nodes that log in to each other, and one that may not."""
+"""Nodes that log in to each other, and a node without the right to."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def users_with(*more_users: User) -> Users:
 async def two_nodes(
     users: Users, *, of_b: Mapping[str, Any] = NOTHING, **settings: Any
 ) -> AsyncIterator[tuple[Server, Server]]:
-    """Node a with a bucket, and node b, which is to replicate it, and may differ in settings."""
+    """Node a with a bucket, and node b, which is to replicate it and may have other settings."""
     config = {"listen": "127.0.0.1:0", "shutdown_deadline_s": 0.5, **settings}
     buckets = (BucketConfig("b", 1),)
     async with (
@@ -115,7 +115,7 @@ async def test_a_node_logs_in_with_its_certificate(certificates: Certificates) -
 
 
 async def test_a_node_that_may_not_replicate_gets_nothing(password_file: Path) -> None:
-    """Whether it does not log in, has another password, or has no right to."""
+    """The node does not log in, or has a wrong password, or its user lacks the right."""
     reader = User("reader", VERIFIER, (Grant(Right.READ, EVERYTHING),))
     wrong = password_file.with_name("wrong")
     wrong.write_text("pen\n")
@@ -129,7 +129,7 @@ async def test_a_node_that_may_not_replicate_gets_nothing(password_file: Path) -
     for settings, sentence in cases:
         async with two_nodes(users_with(reader), **settings) as (a, b):
             a.connections.resources.log_ins.failure_delay_s = 0
-            # Every user of a bucket may see its map; nobody else gets that far.
+            # Every user of a bucket may read its map; others may not even do that.
             if "replicate" not in sentence:
                 with pytest.raises(ServerError, match="none of the other nodes gave it"):
                     await give_map(a, b, security)
@@ -138,15 +138,15 @@ async def test_a_node_that_may_not_replicate_gets_nothing(password_file: Path) -
             await eventually(lambda: any(troubles(b)), "the replica says why it has nothing")
             assert sentence in troubles(b)[0]
             assert not has_it(b)
-            # It goes on to serve its clients.
+            # The node still serves its clients.
             async with connect(Address.parse(b.url(), security)) as client:
                 await client.stats()
 
 
 async def test_a_node_that_an_operator_names_makes_no_users(certificates: Certificates) -> None:
-    """An operator of one bucket names a node of their own in its map. Its certificate is for the
-    address, and from the authority that nodes trust, but for nobody who may replicate: what it says
-    of users does not count."""
+    """An operator of one bucket puts a node of their own into its map. The authority that nodes
+    trust has signed the node's certificate, but no user with the right to replicate has it. So the
+    users that this node sends do not count."""
     node = User("nodes", None, (Grant(Right.REPLICATE, EVERYTHING),))
     hostile = User("localhost", None, (Grant(Right.READ, "b"), Grant(Right.REPLICATE, "b")))
     authority = certificates.authority
@@ -182,8 +182,8 @@ async def test_a_node_takes_users_by_password_only_if_the_proof_is_bound(
     monkeypatch: pytest.MonkeyPatch,
     is_bound: bool,
 ) -> None:
-    """A node whose certificate gives no binding, or that offers none, may pass on what another
-    node proves."""
+    """If the proof is not bound to the encrypted connection, the node may be passing on what
+    another node proves."""
     monkeypatch.setattr("upr_server.replication.node_connections.is_loopback", lambda _host: False)
     if not is_bound:
         monkeypatch.setattr("upr_server.net.log_in._binding", lambda _stream: b"")
@@ -213,8 +213,8 @@ async def test_a_node_takes_users_by_password_only_if_the_proof_is_bound(
 async def test_a_hostile_node_cannot_join_send_a_map_or_replicate(
     certificates: Certificates,
 ) -> None:
-    """With a certificate of an unknown authority, with one that no user has, and as a user without
-    the right to replicate: over real sockets, encrypted."""
+    """The node has a certificate of an unknown authority, or one that no user has, or logs in as a
+    user without the right to replicate. Over real sockets, encrypted."""
     node = User("localhost", None, (Grant(Right.REPLICATE, EVERYTHING),))
     reader = User("reader", VERIFIER, (Grant(Right.READ, "b"),))
     authority = certificates.authority
@@ -229,7 +229,7 @@ async def test_a_hostile_node_cannot_join_send_a_map_or_replicate(
         foreign_map = replace(current, revision=2, nodes={**current.nodes, "h": "127.0.0.1:1"})
         for security, sentence in (
             (certificates.security_of(certificates.unknown), "does not trust the authority"),
-            # There is no user `alice`.
+            # The user `alice` does not exist.
             (certificates.security_of(certificates.client), "no user has the name"),
             (as_reader, "needs the right"),
         ):
@@ -245,7 +245,7 @@ async def test_a_hostile_node_cannot_join_send_a_map_or_replicate(
 
 
 async def _replicate(address: Address) -> None:
-    """Asks for the stream of the replica that there is."""
+    """Requests the stream of the existing replica."""
     async with consume_as_replica(
         address, state=PartitionState.ACTIVE, identity="replica:b", retry_timeout_s=0
     ) as consumer:

@@ -1,4 +1,5 @@
-"""Connections on which nodes ask each other: kept while they are of use, replaced when lost."""
+"""Connections on which nodes ask each other for maps: kept while they are needed, replaced when
+they break."""
 
 from __future__ import annotations
 
@@ -57,7 +58,7 @@ def connections(network: MemoryNetwork, dials: Dials, nursery: trio.Nursery) -> 
     return NodeConnections(nursery, "node:a", System(dial=dials.dial))
 
 
-async def test_one_connection_serves_all_questions(
+async def test_all_questions_use_one_connection(
     network: MemoryNetwork, connections: NodeConnections, dials: Dials, autojump_clock: MockClock
 ) -> None:
     async with node("z", "b", "c", port=PORT):
@@ -89,7 +90,7 @@ async def test_a_connection_that_breaks_during_a_question_is_replaced(
     async with node("z", "b", port=PORT):
         await connections.status(THERE)
         network.cut(PORT)
-        # Nobody has noticed yet.
+        # Neither node has noticed it yet.
         assert (await connections.status(THERE)).node == "z"
         assert (dials.count, network.open) == (2, 1)
 
@@ -177,16 +178,16 @@ async def test_a_silent_node_is_waited_for_once_and_not_for_each_bucket(
 async def test_a_node_that_takes_no_maps_is_asked_about_other_buckets(
     network: MemoryNetwork, monkeypatch: pytest.MonkeyPatch, autojump_clock: MockClock
 ) -> None:
-    """It has answered: those of its buckets whose map it has must not wait for the others, which
-    may be for ever. And it is told few at a time."""
+    """The node answers questions but refuses maps, perhaps for ever. Its other buckets must not
+    wait for that, and it is sent few maps at a time."""
     told_count = 0
 
-    async def tell_in_vain(*_: object) -> None:
+    async def send_refused_map(*_: object) -> None:
         nonlocal told_count
         told_count += 1
         await trio.sleep_forever()
 
-    monkeypatch.setattr(MapExchange, "_tell_own_map", tell_in_vain)
+    monkeypatch.setattr(MapExchange, "_tell_own_map", send_refused_map)
     lost = [f"bucket-{index}" for index in range(2 * MAPS_TOLD_AT_ONCE)]
     known = "known"
     ports = {"a": PORT, "c": PORT + 2}
@@ -240,7 +241,8 @@ async def test_a_bucket_that_is_deleted_while_another_node_is_asked_stays_delete
 
 
 class FullStore(SimulatedStore):
-    """Finds no room for a partition map, while `is_full`. There is less room each time."""
+    """A store that has no room for a partition map while `is_full`; each time it reports less
+    room."""
 
     is_full = False
     refused_count = 0
@@ -279,10 +281,10 @@ async def test_a_map_that_finds_no_room_is_logged_once(
         assert server.partition_maps.revision("b") == 3
 
 
-async def test_who_waits_for_a_failover_is_told_once_the_map_is_applied(
+async def test_a_client_that_waits_for_a_failover_is_answered_once_the_map_is_applied(
     network: MemoryNetwork, autojump_clock: MockClock
 ) -> None:
-    """A map that finds no room is tried again, up to four times a second."""
+    """A map that finds no room is applied again later, up to four times a second."""
     partition_map = PartitionMap(
         bucket="b",
         revision=2,
@@ -303,10 +305,10 @@ async def test_who_waits_for_a_failover_is_told_once_the_map_is_applied(
         assert [line["partitions"] for line in lines if line["log_level"] == "warning"] == [1]
 
 
-async def test_a_node_that_was_removed_tells_nobody_its_map(
+async def test_a_node_that_was_removed_sends_its_map_to_no_node(
     network: MemoryNetwork, autojump_clock: MockClock
 ) -> None:
-    """Its bucket was deleted on the other nodes, and made again."""
+    """Its bucket was deleted on the other nodes, and created again."""
     addresses = {"a": f"{HOST}:{PORT}", "c": f"{HOST}:{PORT + 2}"}
     first_map = PartitionMap(
         bucket="b",
@@ -331,7 +333,8 @@ async def test_a_node_that_was_removed_tells_nobody_its_map(
 async def test_a_node_that_answers_with_the_map_of_another_bucket_changes_nothing(
     connections: NodeConnections, monkeypatch: pytest.MonkeyPatch, autojump_clock: MockClock
 ) -> None:
-    """Or whoever may have a node ask for one bucket could have it take any other from there."""
+    """Otherwise a client that makes a node ask for one bucket could make it accept any other bucket
+    from there."""
     hostile = PartitionMap.of_one_node("secret", 2, "y", f"{HOST}:{PORT + 1}")
     async with (
         node("y", "b", "secret", port=PORT + 1) as attacked,
@@ -346,7 +349,7 @@ async def test_a_node_that_answers_with_the_map_of_another_bucket_changes_nothin
 
 
 @pytest.mark.parametrize("address", ["::1:12000", "[::1:12000", "a/b:1", "\u2100:1"])
-async def test_a_map_with_an_address_that_is_none_is_refused(
+async def test_a_map_with_an_invalid_address_is_refused(
     network: MemoryNetwork, autojump_clock: MockClock, address: str
 ) -> None:
     """The node asks all addresses of its maps every few seconds."""
@@ -368,8 +371,8 @@ async def test_a_map_with_an_address_that_is_none_is_refused(
         assert not server.partition_maps.revision("b")
 
 
-def test_each_node_is_named_once_however_many_buckets_it_shares() -> None:
-    """To make an address takes some microseconds, and a node has hundreds of buckets."""
+def test_each_node_is_listed_once_however_many_buckets_it_shares() -> None:
+    """Parsing an address takes some microseconds, and a node may have hundreds of buckets."""
     nodes = {"b": "b:12000", "c": "c:12000"}
     maps = [
         PartitionMap(bucket=bucket, revision=1, nodes=nodes, partitions=(Assignment("b"),))

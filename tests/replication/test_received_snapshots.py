@@ -1,4 +1,4 @@
-"""What a replica has received, and what of it goes to disk when."""
+"""What a replica has received, and when it writes which part to disk."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def chunk(*seqs: int) -> Chunk:
 
 
 def received(end: int, *chunks: Chunk) -> ReceivedSnapshots:
-    """What was received of a first snapshot that ends at `end`."""
+    """A first snapshot that ends at `end`, with the chunks received so far."""
     snapshots = ReceivedSnapshots(LOG, SeqNo(0), Cas(0))
     snapshots.begin_snapshot(HISTORY, SeqNo(end), SeqNo(0))
     for part in chunks:
@@ -49,7 +49,7 @@ def test_the_last_chunk_of_a_snapshot_is_written_with_its_end() -> None:
     assert not snapshots.has_unwritten
 
 
-def test_what_was_written_ends_before_what_is_kept_back() -> None:
+def test_the_written_record_does_not_include_the_chunk_that_is_held_back() -> None:
     snapshots = received(4, chunk(1, 2), chunk(3, 4))
     assert snapshots.written_record.received_seq == 0
     first = snapshots.take_write()
@@ -75,8 +75,9 @@ def test_a_stream_continues_inside_an_interrupted_snapshot() -> None:
 def test_a_stream_that_was_cut_before_a_snapshots_end_sends_the_last_chunk_again(
     is_front_written: bool,
 ) -> None:
-    """The answers to publishers come between the two. With the chunk, but without them, a node that
-    becomes active would apply the batches of this snapshot again."""
+    """The answers to publishers are sent between the last chunk and the end. With the chunk, but
+    without the answers, a node that becomes active would apply the batches of this snapshot
+    again."""
     snapshots = received(4, chunk(1, 2), chunk(3, 4))
     if is_front_written:
         snapshots.take_write()
@@ -97,7 +98,7 @@ def test_a_stream_that_was_cut_before_a_snapshots_end_sends_the_last_chunk_again
     assert write.answers == [answer]
 
 
-def test_a_snapshot_of_one_chunk_that_was_cut_before_its_end_may_come_longer() -> None:
+def test_an_interrupted_snapshot_of_one_chunk_may_be_longer_when_sent_again() -> None:
     snapshots = received(2, chunk(1, 2))
     assert snapshots.position == Position(LOG, SeqNo(0), SeqNo(0), None)
     snapshots.begin_stream()
@@ -117,8 +118,8 @@ def test_answers_to_publishers_wait_for_the_end_of_their_snapshot() -> None:
     assert snapshots.take_write().answers == [answer]
 
 
-def test_answers_to_publishers_count_while_they_wait_for_the_disk() -> None:
-    """Those to batches of one change take several times as much as the changes."""
+def test_answers_that_wait_for_the_disk_count_as_used_memory() -> None:
+    """The answer to a batch of one change needs several times the memory of the change."""
     snapshots = received(2, chunk(1, 2))
     chunk_bytes = snapshots.nbytes
     answer = (bytes(16), 1, SeqNo(2), bytes(1000))
@@ -133,8 +134,9 @@ def test_answers_to_publishers_count_while_they_wait_for_the_disk() -> None:
     assert snapshots.nbytes == 0
 
 
-def test_answers_without_their_snapshot_are_dropped_when_the_stream_begins_again() -> None:
-    """The next source may have another history, with other mutations under these numbers."""
+def test_answers_without_their_snapshot_are_dropped_when_a_stream_starts() -> None:
+    """The next source may have another history, with other mutations under these sequence
+    numbers."""
     snapshots = received(2, chunk(1, 2))
     snapshots.end_snapshot(SeqNo(2))
     snapshots.add_answers([(bytes(16), 1, SeqNo(4), b"of a snapshot that never came")])
@@ -147,7 +149,7 @@ def test_answers_without_their_snapshot_are_dropped_when_the_stream_begins_again
     assert snapshots.take_write().answers == [answer]
 
 
-def test_a_source_that_skips_or_shortens_is_refused() -> None:
+def test_a_source_that_leaves_out_chunks_is_refused() -> None:
     snapshots = received(10, chunk(1, 2))
     with pytest.raises(RemoteProtocolError, match="does not follow 2"):
         snapshots.add_chunk(chunk(4, 5))
@@ -155,8 +157,9 @@ def test_a_source_that_skips_or_shortens_is_refused() -> None:
         snapshots.end_snapshot(SeqNo(10))
 
 
-def test_a_number_that_cannot_be_indexed_is_refused() -> None:
-    """Stored, it would stop the replica as soon as it was indexed, and again after each start."""
+def test_a_sequence_number_that_is_too_high_for_the_index_is_refused() -> None:
+    """If the replica stored it, it would fail as soon as it indexed the change, and again after
+    each start."""
     snapshots = ReceivedSnapshots(LOG, SeqNo(INDEXED_SEQ_MAX - 1), Cas(0))
     snapshots.begin_snapshot(HISTORY, SeqNo(INDEXED_SEQ_MAX + 1), SeqNo(0))
     snapshots.add_chunk(chunk(INDEXED_SEQ_MAX))
@@ -174,11 +177,12 @@ def test_a_rollback_drops_the_chunk_that_waits_for_its_end() -> None:
 
 @pytest.mark.parametrize("is_restarted", [False, True])
 @pytest.mark.parametrize("later_purge_seq", [0, 1])
-def test_the_purge_number_of_a_first_snapshot_outlives_the_stream_that_told_it(
+def test_the_purge_number_of_a_first_snapshot_is_kept_after_its_stream_ends(
     is_restarted: bool, later_purge_seq: int
 ) -> None:
-    """The deletions that are missing in its front stay missing, whoever sends the rest: another
-    node, which has forgotten less; or nobody, where only the snapshot's end was missing."""
+    """The first part of the snapshot lacks deletions up to that number, whatever sends the rest.
+    That may be another node, which has purged less. Or nothing is sent, because only the end was
+    missing."""
     snapshots = ReceivedSnapshots(LOG, SeqNo(0), Cas(0))
     snapshots.begin_snapshot(HISTORY, SeqNo(4), SeqNo(3))
     snapshots.add_chunk(chunk(1, 2))
@@ -196,7 +200,7 @@ def test_the_purge_number_of_a_first_snapshot_outlives_the_stream_that_told_it(
 
 
 def incomplete(end: int, *chunks: Chunk) -> ReceivedSnapshots:
-    """As `received`, by a node that has lost what it had."""
+    """Like `received`, at a node that has lost its data."""
     snapshots = ReceivedSnapshots(LOG, SeqNo(0), Cas(0), is_incomplete=True)
     snapshots.begin_stream()
     snapshots.begin_snapshot(HISTORY, SeqNo(end), SeqNo(0))
@@ -215,7 +219,7 @@ def test_a_copy_is_complete_once_it_has_what_the_active_node_had() -> None:
     assert snapshots.take_write().record.is_incomplete, "its snapshot has not ended"
     snapshots.end_snapshot(SeqNo(5))
     assert not snapshots.take_write().record.is_incomplete
-    # So it stays, whatever the active node has meanwhile.
+    # The copy stays complete, though the active node has more by now.
     snapshots.begin_stream()
     snapshots.note_active_seq(SeqNo(9))
     assert not snapshots.record().is_incomplete
@@ -225,7 +229,9 @@ def test_a_copy_is_complete_once_it_has_what_the_active_node_had() -> None:
 def test_a_copy_that_has_everything_already_is_written_as_complete() -> None:
     snapshots = incomplete(2, chunk(1, 2))
     snapshots.end_snapshot(SeqNo(2))
-    assert snapshots.take_write().record.is_incomplete, "nobody knows what the active node had"
+    assert snapshots.take_write().record.is_incomplete, (
+        "the active node's sequence number is unknown"
+    )
     snapshots.begin_stream()
     assert not snapshots.has_unwritten
     snapshots.note_active_seq(SeqNo(2))
@@ -233,7 +239,7 @@ def test_a_copy_that_has_everything_already_is_written_as_complete() -> None:
     assert not snapshots.take_write().record.is_incomplete
 
 
-def test_what_one_stream_told_of_the_active_node_does_not_count_in_the_next() -> None:
+def test_the_active_nodes_number_from_one_stream_does_not_count_in_the_next() -> None:
     snapshots = incomplete(2, chunk(1, 2))
     snapshots.note_active_seq(SeqNo(2))
     snapshots.begin_stream()

@@ -1,4 +1,4 @@
-"""What a replica's connections held is freed when they are lost, without Python's collector."""
+"""The memory of a replica's broken connections is freed without Python's cycle collector."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Final
 from tests.kit.cluster import TestCluster, cluster
 from tests.kit.process import eventually
 from tests.kit.reference_cycles import no_collections
-from tests.replication.test_replication import same, write
+from tests.replication.test_replication import check_copies_are_equal, write
 
 OF_A_REPLICATOR: Final = (
     *("Replicator", "ReplicaConsumer", "ConsumerStreams", "ConnectionPool", "NodeStreams"),
@@ -25,13 +25,13 @@ def alive() -> Counter[str]:
 async def restart(group: TestCluster, name: str) -> None:
     await group.nodes[name].stop()
     await group.start(name)
-    await same(group)
+    await check_copies_are_equal(group)
 
 
-async def test_nothing_is_left_of_connections_to_a_node_that_was_restarted() -> None:
+async def test_connections_to_a_restarted_node_are_freed() -> None:
     async with cluster() as group:
         await write(group, "a", 20)
-        await same(group)
+        await check_copies_are_equal(group)
         await restart(group, "a")
         with no_collections(shows_earlier=True):
             before = alive()

@@ -1,4 +1,4 @@
-"""Replicas, failovers, nodes that die and come back: several servers with sockets and simulated
+"""Replicas, failovers, nodes that crash and restart: several servers with sockets and simulated
 disks."""
 
 from __future__ import annotations
@@ -63,7 +63,8 @@ async def write(group: TestCluster, name: str, count: int, value: str = "value")
 
 
 def unconfirmed(group: TestCluster, name: str) -> bool:
-    """Whether a node still waits for a peer, or has yet to become what the confirmed map says."""
+    """Whether a node waits for a peer to confirm its map, or has not applied the confirmed map
+    yet."""
     server = group.nodes[name].server
     assert server is not None
     clustered_bucket = server.partition_maps._buckets[BUCKET]
@@ -71,16 +72,16 @@ def unconfirmed(group: TestCluster, name: str) -> bool:
 
 
 def states(group: TestCluster, name: str) -> list[PartitionState]:
-    """What a node is, by partition."""
+    """The states of a node's partitions."""
     return [partition.state for partition in group.nodes[name].held]
 
 
 def key_in(partition: int) -> bytes:
-    """A key of this partition."""
+    """A key that belongs to this partition."""
     return next(key for index in range(1000) if partition_of(key := b"%d" % index, P) == partition)
 
 
-def has_come_to(partition: Partition, seq: SeqNo) -> bool:
+def has_reached(partition: Partition, seq: SeqNo) -> bool:
     return partition.high_seq >= seq
 
 
@@ -88,8 +89,8 @@ def is_indexed(partition: Partition) -> bool:
     return partition.eviction.indexed_seq >= partition.high_seq
 
 
-async def same(group: TestCluster) -> None:
-    """All copies are equal, numbers, CAS values and all."""
+async def check_copies_are_equal(group: TestCluster) -> None:
+    """Checks that all copies are equal, including sequence numbers and CAS values."""
     await group.quiet()
     contents = [await group.contents(name) for name, node in group.nodes.items() if node.server]
     for partition in range(len(group.map.partitions)):
@@ -107,17 +108,17 @@ async def same(group: TestCluster) -> None:
 async def test_replicas_have_what_their_active_has() -> None:
     async with cluster() as group:
         await write(group, "a", 200)
-        await same(group)
+        await check_copies_are_equal(group)
         await write(group, "a", 100, "another")
-        await same(group)
+        await check_copies_are_equal(group)
 
 
 async def test_a_replica_of_a_replica() -> None:
     async with cluster() as group:
         await group.share([Assignment("a", {"b": "", "c": "b"})] * P)
         await write(group, "a", 200)
-        await same(group)
-        # What it has does not count as a copy.
+        await check_copies_are_equal(group)
+        # `c` follows `b`, so it does not count as a copy of `a`.
         async with connect(group.nodes["a"].url, follow_map=False) as client:
             with pytest.raises(ServerError) as refusal:
                 await client.set("k", "v", durability=Durability.REPLICATED, copies=2)
@@ -125,7 +126,8 @@ async def test_a_replica_of_a_replica() -> None:
 
 
 async def test_consumers_follow_a_replica() -> None:
-    """It hands on whole snapshots, as it has them on disk, and every change in the end."""
+    """The replica sends snapshots as it has them on disk: each is complete, and no change is
+    missing in the end."""
     async with cluster("ab") as group, trio.open_nursery() as nursery:
         nursery.start_soon(write, group, "a", 300)
         consumed: dict[bytes, bytes] = {}
@@ -145,7 +147,8 @@ async def test_consumers_follow_a_replica() -> None:
 
 
 async def test_an_end_of_now_covers_a_partition_that_came_to_a_node_after_it_greeted() -> None:
-    """The greeting says that the partition is dead there: its numbers are nobody's end."""
+    """When the node greets the client, the partition is dead there. So the sequence numbers in the
+    greeting are not the partition's end."""
     async with cluster("ab", partitions=2) as group, trio.open_nursery() as nursery:
         await group.share([Assignment("a"), Assignment("b", {"a": ""})])
         await eventually(
@@ -166,7 +169,7 @@ async def test_an_end_of_now_covers_a_partition_that_came_to_a_node_after_it_gre
         ended_names: set[PartitionId] = set()
 
         async def dial(address: Address) -> trio.abc.Stream:
-            """Reaches b only."""
+            """Connects to b only."""
             if address.port != group.nodes["b"].port:
                 raise OSError("no route to a")
             return await dial_tcp(address)
@@ -179,7 +182,7 @@ async def test_an_end_of_now_covers_a_partition_that_came_to_a_node_after_it_gre
                     if isinstance(event, StreamEnded):
                         ended_names.add(event.partition)
                     elif isinstance(event, ChunkReceived):
-                        # As long as this one is not over b is connected to.
+                        # While this stream has not ended, the client stays connected to b.
                         has_met_b.set()
                         await may_go_on.wait()
                         received.update(row.key for row in event.chunk)
@@ -190,7 +193,7 @@ async def test_an_end_of_now_covers_a_partition_that_came_to_a_node_after_it_gre
         await group.quiet()
         await group.nodes["a"].kill()
         await group.fail_over("a", Random(0))
-        await trio.sleep(1.0)  # the consumer hears of the map, and asks for the partition
+        await trio.sleep(1.0)  # the consumer receives the map, and asks for the partition
         may_go_on.set()
         await eventually(lambda: ended_names == {0, 1}, "both streams have ended", 10)
         assert received >= set(keys)
@@ -228,7 +231,7 @@ async def test_a_node_streams_nothing_of_a_partition_that_it_gave_up() -> None:
 async def test_no_client_is_streamed_a_dead_or_a_pending_partition(
     state: PartitionState, refusal: str
 ) -> None:
-    """What a node has of it may be stale, and comes to nobody as if it were whole."""
+    """The node's copy may be old, and a client would take it for complete."""
     async with cluster("ab", partitions=1) as group:
         await write(group, "a", 20)
         await group.quiet()
@@ -241,7 +244,7 @@ async def test_no_client_is_streamed_a_dead_or_a_pending_partition(
 
 
 async def test_seqnos_come_from_the_active_though_a_replica_is_asked_first() -> None:
-    """A client that has an old map asks a replica, which lags."""
+    """A client with an old map asks a node that is only a replica now, and may be behind."""
     async with cluster("ab", partitions=1) as group, connect(group.nodes["a"].url) as client:
         await client.set("key", "value")
         await group.share([Assignment("b", {"a": ""})])
@@ -252,10 +255,11 @@ async def test_seqnos_come_from_the_active_though_a_replica_is_asked_first() -> 
 
 
 async def test_a_replica_that_becomes_active_ends_its_streams() -> None:
-    """A consumer that follows it is given nothing of a history that it does not know."""
+    """Otherwise a consumer would receive changes of a history that is not in the failover log it
+    has."""
     async with cluster("ab", partitions=1) as group:
         await write(group, "a", 5)
-        await same(group)
+        await check_copies_are_equal(group)
         accepted_histories: list[HistoryId] = []
         new_histories: list[HistoryId] = []
         async with (
@@ -286,7 +290,7 @@ async def test_a_replica_that_becomes_active_ends_its_streams() -> None:
         assert set(new_histories) == set(accepted_histories)
 
 
-async def test_an_empty_replica_rolls_no_consumer_back() -> None:
+async def test_an_empty_replica_does_not_make_a_consumer_roll_back() -> None:
     async with cluster() as group:
         await write(group, "a", 100)
         await group.quiet()
@@ -298,7 +302,7 @@ async def test_an_empty_replica_rolls_no_consumer_back() -> None:
             await group.nodes[name].kill()
         group.nodes["b"].directory = SimulatedDirectory()
         await group.start("b")
-        # It is to follow one that is down.
+        # `b` follows `c`, which is down, so `b` stays empty.
         await group.share([Assignment("a", {"b": "c", "c": ""})] * P)
         with pytest.raises(ServerError, match="has not heard of its active yet"):
             await follow(group.nodes["b"].url, state)
@@ -319,11 +323,11 @@ async def test_a_node_that_restarts_continues_from_its_disk() -> None:
         await group.nodes["b"].kill()
         await write(group, "a", 100, "another")
         await group.start("b")
-        await same(group)
+        await check_copies_are_equal(group)
 
 
 async def test_an_active_that_was_killed_does_not_come_back_by_itself() -> None:
-    """A replica may have what it had in memory only, and acknowledged."""
+    """A replica may have changes that the active node acknowledged and had in memory only."""
     async with cluster() as group:
         await write(group, "a", 100)
         await group.quiet()
@@ -336,32 +340,33 @@ async def test_an_active_that_was_killed_does_not_come_back_by_itself() -> None:
                 await client.set("key", "value")
         assert refusal.value.status is Status.NOT_MY_PARTITION
         await group.fail_over("a", Random(1))
-        await same(group)
+        await check_copies_are_equal(group)
 
 
 @pytest.mark.parametrize("is_killed_again", [False, True])
 async def test_a_failover_that_is_undone_trusts_no_node_that_lost_its_memory(
     is_killed_again: bool,
 ) -> None:
-    """Its replicas may have what it acknowledged: it waits until a failover has chosen it."""
+    """Replicas may have changes that the killed node acknowledged and lost. So it stays pending
+    until a failover chooses it."""
     async with cluster("ab", partitions=1) as group:
         await write(group, "a", 5)
-        await same(group)
+        await check_copies_are_equal(group)
         (before,) = group.map.partitions
         await group.nodes["a"].kill()
         await group.start("a")
-        everybody = {"a": "", "b": ""}
-        await group.share([Assignment(replicas=everybody, lost_active="a")])
+        both_nodes = {"a": "", "b": ""}
+        await group.share([Assignment(replicas=both_nodes, lost_active="a")])
         if is_killed_again:
             await group.nodes["a"].kill()
             await group.start("a")
         await group.share([before])
         assert states(group, "a") == [PartitionState.PENDING]
-        await group.share([Assignment(replicas=everybody, lost_active="a")])
+        await group.share([Assignment(replicas=both_nodes, lost_active="a")])
         await group.share([Assignment("a", {"b": ""}, failover_revision=group.map.revision + 1)])
         assert states(group, "a") == [PartitionState.ACTIVE]
         await write(group, "a", 5, "later")
-        await same(group)
+        await check_copies_are_equal(group)
 
 
 async def test_an_active_that_was_stopped_waits_until_a_peer_confirms_it() -> None:
@@ -379,7 +384,7 @@ async def test_an_active_that_was_stopped_waits_until_a_peer_confirms_it() -> No
         await group.quiet()
         assert [p.failover_log for p in group.nodes["a"].held] == logs, "it lost nothing"
         await write(group, "a", 100, "another")
-        await same(group)
+        await check_copies_are_equal(group)
 
 
 async def test_a_partition_without_replicas_comes_back_by_itself() -> None:
@@ -396,7 +401,8 @@ async def test_a_partition_without_replicas_comes_back_by_itself() -> None:
 
 
 async def test_a_clean_stop_does_not_make_good_what_a_crash_has_lost() -> None:
-    """It was killed, and stopped before it had begun another history: it begins one after that."""
+    """The node was killed, and stopped cleanly before it began another history. It must still begin
+    one at the next start."""
     async with cluster("ab", partitions=1) as group:
         await group.share([Assignment("a")])
         await write(group, "a", 100)
@@ -422,7 +428,7 @@ async def test_an_active_that_was_failed_over_comes_back_as_replica() -> None:
         actives = {assignment.active for assignment in group.map.partitions}
         assert "a" not in actives
         await group.start("a")
-        await same(group)
+        await check_copies_are_equal(group)
         assert {p.state for p in group.nodes["a"].held} == {PartitionState.REPLICA}
 
 
@@ -430,12 +436,12 @@ async def test_an_active_that_was_failed_over_comes_back_as_replica() -> None:
 async def test_a_replica_undoes_changes_that_the_new_active_never_had(
     undo_mutations: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A replica that ran ahead undoes them exactly, as long as they are not indexed; otherwise it
-    starts from nothing."""
+    """A replica that is ahead of the new active node undoes exactly these changes if they are not
+    indexed. Otherwise it copies the partition from 0."""
     new_histories: list[HistoryId] = []
     run = Commit.run
 
-    def noted(commit: Commit, bucket: BucketStorage) -> dict[int, str]:
+    def record_histories(commit: Commit, bucket: BucketStorage) -> dict[int, str]:
         new_histories.extend(
             HistoryId(history)
             for write in commit.writes
@@ -443,16 +449,16 @@ async def test_a_replica_undoes_changes_that_the_new_active_never_had(
         )
         return run(commit, bucket)
 
-    monkeypatch.setattr(Commit, "run", noted)
+    monkeypatch.setattr(Commit, "run", record_histories)
     async with cluster(undo_mutations=undo_mutations) as group:
         await write(group, "a", 100)
         await group.quiet()
-        # `c` hears of nothing more: `a`, which it follows, is gone when it comes back.
+        # `c` receives nothing more: `a`, which it follows, is down when `c` starts again.
         await group.nodes["c"].kill()
         await write(group, "a", 50, "lost")
         for partition in range(P):
             a, b = group.nodes["a"].held[partition], group.nodes["b"].held[partition]
-            await eventually(partial(has_come_to, b, a.high_seq), "b has it too")
+            await eventually(partial(has_reached, b, a.high_seq), "b has it too")
         if not undo_mutations:
             for replica in group.nodes["b"].held:
                 await eventually(partial(is_indexed, replica), "b has indexed it")
@@ -464,7 +470,7 @@ async def test_a_replica_undoes_changes_that_the_new_active_never_had(
         before = [partition.high_seq for partition in group.nodes["c"].held]
         await group.give(new_map, "c", "b")
         await group.start("a")
-        await same(group)
+        await check_copies_are_equal(group)
         assert [p.high_seq for p in group.nodes["b"].held] == before
         assert all(high > low for high, low in zip(highs, before, strict=True))
     assert new_histories
@@ -507,8 +513,8 @@ async def test_answers_to_publishers_survive_a_failover() -> None:
 
 
 async def test_a_replica_that_rolled_back_recognises_earlier_batches() -> None:
-    """It undoes more batches of a writer than it remembers, and becomes active. A task of that
-    writer runs again from its beginning."""
+    """The replica undoes more batches of a writer than it remembers, and becomes active. Then a
+    task of that writer runs again from its beginning."""
     async with cluster(undo_mutations=64 * 1024) as group:
         deltas, earlier_count = CounterDelta(1, 1).encode(), 10
         chunk = Chunk.build((Mutation(Operation.INCREMENT, key_in(0), deltas),))
@@ -516,13 +522,14 @@ async def test_a_replica_that_rolled_back_recognises_earlier_batches() -> None:
             for index in range(earlier_count + BATCHES_MAX):
                 await sender.publish_and_wait(PartitionId(0), chunk)
                 if index + 1 == earlier_count:
-                    # Another writer's: the answer at the very end is sent in any case.
+                    # Another writer writes, so that this writer's answer is not the last one: the
+                    # last answer is always sent.
                     await write(group, "a", 20)
                     await group.quiet()
                     await group.nodes["c"].kill()
         a, b = group.nodes["a"].held[0], group.nodes["b"].held[0]
         (writer, counter, _, _), *_ = a.repeated_batches.answers.answers_between(0, a.high_seq)
-        await eventually(partial(has_come_to, b, a.high_seq), "b has it too")
+        await eventually(partial(has_reached, b, a.high_seq), "b has it too")
         await group.nodes["a"].kill()
         await group.start("c")
         for active, replica in (("c", "b"), ("b", "c")):
@@ -587,7 +594,7 @@ async def test_who_waits_for_copies_hears_that_the_bucket_was_deleted() -> None:
 
 
 async def test_who_waits_for_copies_goes_on_at_the_next_active_node() -> None:
-    """It heard `TIMED_OUT` within a second, with most of its time left."""
+    """It must not receive `TIMED_OUT` while most of its time is left."""
     async with cluster(partitions=1) as group, connect(group.nodes["a"].url) as client:
         await group.nodes["c"].kill()
         write_result = await client.set("k", "v", durability=Durability.REPLICATED, copies=1)
@@ -624,7 +631,7 @@ async def test_a_late_map_changes_nothing() -> None:
             with pytest.raises(ServerError) as refusal:
                 await node.set_map(late.revision - 1, late)
             assert refusal.value.status is Status.REVISION_CONFLICT
-            # A high revision does not help a command that has seen an older map.
+            # A map with a high revision is refused, too, if its command has seen an older map.
             with pytest.raises(ServerError) as refusal:
                 await node.set_map(late.revision - 1, msgspec.structs.replace(late, revision=100))
             assert refusal.value.status is Status.REVISION_CONFLICT
@@ -679,11 +686,12 @@ async def test_a_history_is_continued_only_by_a_node_that_has_all_of_it() -> Non
         )
         assert [p.failover_log for p in group.nodes["b"].held] == logs, "no history was added"
         await write(group, "b", 50, "another")
-        await same(group)
+        await check_copies_are_equal(group)
 
 
 async def test_a_node_that_took_over_comes_back_to_a_map_that_was_changed_meanwhile() -> None:
-    """The map still names the point at which it took over, and it has gone on since."""
+    """The map still names the position at which the node took over, and the node has accepted
+    writes since."""
     async with cluster("ab", partitions=2) as group:
         await write(group, "a", 50)
         await group.quiet()
@@ -700,7 +708,7 @@ async def test_a_node_that_took_over_comes_back_to_a_map_that_was_changed_meanwh
         await group.quiet()
         assert group.nodes["b"].held[taken_id].high_seq > end.seq
         await group.nodes["b"].stop()
-        # A command that is about another partition.
+        # A command changes the map of another partition only.
         await group.give(group.map.with_assignments({kept_id: Assignment("a")}), "a")
         await group.start("b")
         await eventually(
@@ -711,11 +719,12 @@ async def test_a_node_that_took_over_comes_back_to_a_map_that_was_changed_meanwh
         async with connect(group.nodes["b"].url) as client:
             for index in range(20):
                 await client.set(f"last key {index}", "value")
-        await same(group)
+        await check_copies_are_equal(group)
 
 
 async def test_a_map_that_is_refused_leaves_a_node_what_it_was() -> None:
-    """One partition was fenced already, and another one's source given up."""
+    """When the map is refused, one partition is already fenced, and another one has stopped
+    following its source."""
     async with cluster("ab", partitions=2) as group:
         await group.share([Assignment("a", {"b": ""}), Assignment("b", {"a": ""})])
         await group.quiet()
@@ -735,24 +744,25 @@ async def test_a_map_that_is_refused_leaves_a_node_what_it_was() -> None:
         async with connect(group.nodes["a"].url) as client:
             for index in range(20):
                 await client.set(f"key {index}", "value")
-        await same(group)
+        await check_copies_are_equal(group)
 
 
 async def test_a_node_takes_no_write_while_the_disk_catches_up_for_a_hand_over(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The next active is told the last number."""
+    """The next active node receives the last sequence number, so there must be no write after
+    that."""
     states_meanwhile: list[PartitionState] = []
     wait_until_persisted = Flusher.wait_until_persisted
 
-    async def wait_noted(flusher: Flusher, partition: Partition, seq: SeqNo) -> None:
+    async def record_state_and_wait(flusher: Flusher, partition: Partition, seq: SeqNo) -> None:
         states_meanwhile.append(partition.state)
         await wait_until_persisted(flusher, partition, seq)
 
     async with cluster("ab", partitions=1) as group:
         await write(group, "a", 5)
         await group.quiet()
-        monkeypatch.setattr(Flusher, "wait_until_persisted", wait_noted)
+        monkeypatch.setattr(Flusher, "wait_until_persisted", record_state_and_wait)
         await group.share([Assignment(replicas={"b": ""}, handing_over="a")])
         assert PartitionState.PENDING in states_meanwhile
         assert PartitionState.ACTIVE not in states_meanwhile
@@ -760,7 +770,7 @@ async def test_a_node_takes_no_write_while_the_disk_catches_up_for_a_hand_over(
 
 @attrs.define
 class Load:
-    """What was acknowledged as replicated, and what was ever written."""
+    """The values acknowledged as replicated, and how often each key was written."""
 
     acknowledged: dict[str, int] = attrs.field(factory=dict)
     operations_sent: Counter[str] = attrs.field(factory=Counter)
@@ -769,7 +779,8 @@ class Load:
 async def publish_for(
     group: TestCluster, load: Load, draw: Random, count: int, writer: str
 ) -> None:
-    """Writes keys of its own, each with a number that rises; whatever goes wrong is left."""
+    """Writes some keys that no other writer has, each with a rising number; ignores writes that
+    fail."""
     for _ in range(count):
         key = f"{writer} {draw.randrange(20)}"
         partition = partition_of(key.encode(), P)
@@ -818,8 +829,8 @@ async def test_failovers_at_random(seed: int) -> None:
                 await trio.sleep(draw.random() * 0.05)
                 await group.start(victim)
             if draw.random() < 0.5:
-                await same(group)
-        await same(group)
+                await check_copies_are_equal(group)
+        await check_copies_are_equal(group)
         items: dict[str, int] = {}
         for contents in [await group.contents(name) for name in "abc"]:
             for rows in contents.values():
@@ -838,18 +849,19 @@ async def test_a_node_that_lost_its_disk_makes_no_other_node_give_up_data() -> N
         await group.nodes["a"].kill()
         group.nodes["a"].directory = SimulatedDirectory()
         await group.start("a")
-        assert [p.state for p in group.nodes["a"].held] == [PartitionState.ACTIVE] * P, "it is new"
-        await eventually(lambda: has_map(group, "a"), "another node tells it what it was")
+        # The node does not know yet that it lost data.
+        assert [p.state for p in group.nodes["a"].held] == [PartitionState.ACTIVE] * P
+        await eventually(lambda: has_map(group, "a"), "another node sends it the map")
         assert [p.state for p in group.nodes["a"].held] == [PartitionState.PENDING] * P
         for name in "bc":
             assert [partition.high_seq for partition in group.nodes[name].held] == highs
-        # Stopped cleanly it still knows that it has not everything.
+        # After a clean stop it still knows that it lacks data.
         await group.nodes["a"].stop()
         await group.start("a")
         await eventually(lambda: not unconfirmed(group, "a"), "a peer confirms the map")
         assert [p.state for p in group.nodes["a"].held] == [PartitionState.PENDING] * P
         await group.fail_over("a", Random(1))
-        await same(group)
+        await check_copies_are_equal(group)
         assert [partition.high_seq for partition in group.nodes["a"].held] == highs
 
 
@@ -865,13 +877,14 @@ async def test_a_node_that_lost_its_disk_and_the_bucket_is_not_made_active_by_a_
         await group.share([Assignment("b", {"a": ""})] * P)
         assert states(group, "b") == [PartitionState.PENDING] * P
         await group.fail_over("b", Random(1))
-        await same(group)
+        await check_copies_are_equal(group)
         assert [partition.high_seq for partition in group.nodes["b"].held] == highs
 
 
 async def test_a_failover_that_is_undone_does_not_undo_a_takeover_elsewhere() -> None:
-    """It reached `c` alone, and its maps outrank those of the takeover from `a` by `b`. When `a`
-    hears of them, it lacks what `b` has accepted since, and must not be active again by itself."""
+    """The undone failover reached only `c`, and its maps have higher revisions than those of the
+    takeover from `a` by `b`. When `a` receives them, it lacks what `b` has accepted since, and must
+    not become active by itself."""
     async with cluster() as group:
         await write(group, "a", 100)
         await group.quiet()
@@ -891,22 +904,23 @@ async def test_a_failover_that_is_undone_does_not_undo_a_takeover_elsewhere() ->
                 and node.server.partition_maps.settled_revision(BUCKET) == group.map.revision
                 for node in group.nodes.values()
             ),
-            "all hear of it",
+            "all have the map",
         )
         assert states(group, "a") == [PartitionState.PENDING] * P
-        # A stop in between does not make it sure.
+        # A clean stop in between does not make its copy complete.
         await group.nodes["a"].stop()
         await group.start("a")
         await eventually(lambda: not unconfirmed(group, "a"), "a peer confirms the map")
         assert states(group, "a") == [PartitionState.PENDING] * P
         await group.fail_over("a", Random(1))
-        await same(group)
+        await check_copies_are_equal(group)
         assert [partition.high_seq for partition in group.nodes["a"].held] == highs
 
 
 @pytest.mark.parametrize("is_up", [False, True])
 async def test_no_newer_map_makes_a_node_active_that_was_killed(is_up: bool) -> None:
-    """It may have lost what a replica has; only a map that names another makes it sure."""
+    """The node may have lost changes that a replica has. Only after a map has named another active
+    node may it become active again."""
     async with cluster() as group:
         await write(group, "a", 100)
         await group.quiet()
@@ -924,12 +938,12 @@ async def test_no_newer_map_makes_a_node_active_that_was_killed(is_up: bool) -> 
         await eventually(lambda: not unconfirmed(group, "a"), "a peer confirms the map")
         assert {p.state for p in group.nodes["a"].held} == {PartitionState.PENDING}
         await group.fail_over("a", Random(1))
-        await same(group)
+        await check_copies_are_equal(group)
 
 
 async def test_a_node_that_was_killed_does_not_hand_over() -> None:
-    """The takeover has seen it active, before; what it lost would be numbered again in the same
-    history. Found by the simulation."""
+    """The takeover command has seen the node active, before the kill. The numbers of lost changes
+    would be assigned again in the same history. Found by the simulation."""
     async with cluster() as group:
         await write(group, "a", 100)
         await group.quiet()
@@ -940,11 +954,11 @@ async def test_a_node_that_was_killed_does_not_hand_over() -> None:
         with pytest.raises(ServerError, match="use `upr failover`"):
             await group.give(new_map, "a")
         await group.fail_over("a", Random(1))
-        await same(group)
+        await check_copies_are_equal(group)
 
 
 async def test_a_node_that_was_killed_after_it_handed_over_may_do_so_again() -> None:
-    """It had everything on disk before it did."""
+    """It had everything on disk before it handed over."""
     async with cluster() as group:
         await write(group, "a", 100)
         await group.quiet()
@@ -956,7 +970,7 @@ async def test_a_node_that_was_killed_after_it_handed_over_may_do_so_again() -> 
             await group.start("a")
         await group.give(group.map, "b", "c")
         await group.share([Assignment("b", {"a": "", "c": ""})] * P)
-        await same(group)
+        await check_copies_are_equal(group)
 
 
 def has_map(group: TestCluster, name: str) -> bool:
@@ -965,7 +979,7 @@ def has_map(group: TestCluster, name: str) -> bool:
     return server.partition_maps.revision(BUCKET) == group.map.revision
 
 
-async def test_what_expires_is_deleted_by_a_new_active() -> None:
+async def test_a_new_active_deletes_expired_items() -> None:
     async with cluster() as group:
         async with connect(group.nodes["a"].url, follow_map=False) as client:
             for index in range(20):
@@ -981,11 +995,12 @@ async def test_what_expires_is_deleted_by_a_new_active() -> None:
             if not any(items for by_partition in contents for items in by_partition.values()):
                 return
             await trio.sleep(0.1)
-        raise AssertionError("items that expired are still there")
+        raise AssertionError("expired items still exist")
 
 
-async def test_a_new_active_indexes_what_it_had_left_out_without_being_asked() -> None:
-    """A bucket that nobody writes to rests for ten seconds at a time."""
+async def test_a_new_active_indexes_its_unindexed_changes_at_once() -> None:
+    """The maintenance of a bucket without writes pauses for ten seconds at a time. A new active
+    node does not wait for that."""
     async with cluster() as group:
         await write(group, "a", 50)
         await group.quiet()
@@ -1001,7 +1016,7 @@ async def test_a_new_active_indexes_what_it_had_left_out_without_being_asked() -
         )
 
 
-async def test_answers_that_were_restored_are_not_all_forgotten_by_an_undo() -> None:
+async def test_an_undo_forgets_only_the_restored_answers_above_it() -> None:
     async with cluster() as group:
         async with publisher(group.nodes["a"].url, follow_map=False) as sender:
             for index in range(20):

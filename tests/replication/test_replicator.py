@@ -1,4 +1,4 @@
-"""A replica that follows an active of the tests: what it receives, undoes and has on disk."""
+"""A replica that follows a fake active node: what it receives, undoes and has on disk."""
 
 from __future__ import annotations
 
@@ -92,15 +92,15 @@ LOST: Final = MutateResult(HistoryId(1), SeqNo(3), SeqNo(3), Cas(3))
 
 
 class Store(SimulatedStore):
-    """Commits find no room while `is_full`.
+    """A store in which commits find no room while `is_full`.
 
     Attributes:
         is_full: Whether the disk is full.
         fills_up: Whether the disk is full as soon as something was truncated.
-        call_without_room: The other calls that find no room.
+        call_without_room: Another type of call that finds no room; None if there is none.
         commit_s: How long a commit takes.
         on_index_deletion: Called when index entries are to be deleted, which takes a second.
-        urgent_steps: Of each step of maintenance, whether it was to index however little.
+        urgent_steps: For each step of maintenance, whether it had to index even a few changes.
         truncations: The truncations so far.
     """
 
@@ -134,13 +134,13 @@ class Store(SimulatedStore):
 
 @attrs.frozen
 class Replica:
-    """The node `b`, which can follow the nodes `a` and `c` of the tests.
+    """The node `b`, which can follow the fake nodes `a` and `c`.
 
     Attributes:
         server: The node.
         store: Its disk.
         cluster: The other nodes, which share one partition.
-        starts: The sequence number after which each stream was asked for.
+        starts: The sequence number after which each requested stream was to start.
     """
 
     server: Server
@@ -166,13 +166,14 @@ class Replica:
         new_map = self.cluster.map
         await self.server.partition_maps.set_map(new_map.revision - 1, new_map.encode())
 
-    def note_start(self, message: Message) -> None:
-        """Notes where a stream is asked to begin."""
+    def record_start(self, message: Message) -> None:
+        """Records after which sequence number a stream is requested."""
         if isinstance(message, Stream):
             self.starts.append(message.position.highest_received)
 
     async def receive(self, *keys: bytes) -> None:
-        """The source gets these keys, one snapshot each, and the replica receives them."""
+        """Writes these keys to the source, one snapshot each, and waits until the replica has
+        received them."""
         for key in keys:
             self.source.put(key, b"value")
             await eventually(self._has_reported, f"{key!r} was received")
@@ -183,7 +184,7 @@ class Replica:
         return bool(reports) and reports[-1].rows[-1][2] == high
 
     async def persist(self) -> None:
-        """Waits until the replica has on disk what the source has."""
+        """Waits until the replica has everything on disk that the source has."""
         await eventually(
             lambda: self.partition.high_seq == self.source.partitions[PARTITION].high,
             "the disk has everything",
@@ -193,12 +194,12 @@ class Replica:
         """The source begins a new history at `end`, and loses what is above it."""
         self.source.partitions[PARTITION].fail_over(NEW_HISTORY, end)
         self.source.end_streams(Status.STATE_CHANGED)
-        await trio.sleep(1.0)  # the replica asks again
+        await trio.sleep(1.0)  # the replica requests a new stream
 
 
 @asynccontextmanager
 async def replica(partition_count: int = 1) -> AsyncIterator[Replica]:
-    """A replica of `a`, in virtual time."""
+    """A replica of `a`, with a mock clock."""
     store = Store()
     async with trio.open_nursery() as nursery:
         cluster = FakeCluster(nursery, "ac", partition_count)
@@ -210,7 +211,7 @@ async def replica(partition_count: int = 1) -> AsyncIterator[Replica]:
         async with running_server(config, store, system) as server:
             follower = Replica(server, store, cluster)
             for name in "ac":
-                cluster.server(name).refuse = follower.note_start
+                cluster.server(name).refuse = follower.record_start
             cluster.map = msgspec.structs.replace(cluster.map, revision=0)
             await follower.assign(Assignment("a", {"b": ""}))
             yield follower
@@ -218,14 +219,15 @@ async def replica(partition_count: int = 1) -> AsyncIterator[Replica]:
 
 
 def trouble(follower: Replica) -> str:
-    """Why the replica does not replicate, as its figures say."""
+    """The reason for which the replica does not replicate, from its figures; empty if it does."""
     replicators = follower.server.partition_maps._buckets[BUCKET].replicators
     (figures,) = replicators.statistics()
     return str(figures["trouble"])
 
 
 async def starts_after_a_full_disk(follower: Replica) -> set[SeqNo]:
-    """Where streams are asked to begin once a map has ended a replication that found no room."""
+    """After which sequence numbers streams are requested, after a map has ended a replication that
+    found no room."""
     streams_before = len(follower.starts)
     with pytest.raises(DiskFullError):
         await follower.assign(Assignment("c"))
@@ -233,8 +235,11 @@ async def starts_after_a_full_disk(follower: Replica) -> set[SeqNo]:
     return set(follower.starts[streams_before:])
 
 
-async def test_the_disk_of_a_replica_hears_of_each_commit(autojump_clock: MockClock) -> None:
-    """Otherwise it counted as idle, and was indexed a few changes at a time."""
+async def test_a_replica_that_receives_changes_does_not_count_as_idle(
+    autojump_clock: MockClock,
+) -> None:
+    """Each commit must be reported to the maintenance. Otherwise it would index a few changes at a
+    time, as for an idle bucket."""
     async with replica() as follower:
         await follower.receive(b"0")
         await follower.persist()
@@ -254,7 +259,7 @@ async def test_the_disk_of_a_replica_hears_of_each_commit(autojump_clock: MockCl
 async def test_a_map_is_refused_that_would_drop_what_waits_for_room(
     autojump_clock: MockClock,
 ) -> None:
-    """A failover that fences this replica may find what it received nowhere else."""
+    """The map fences this replica for a failover, and no other node may have what it received."""
     fenced = Assignment(replicas={"a": "", "b": ""}, lost_active="a")
     async with replica() as follower:
         await follower.receive(b"1", b"2", b"3")
@@ -276,7 +281,8 @@ async def test_a_map_is_refused_that_would_drop_what_waits_for_room(
 async def test_a_map_is_refused_for_what_a_commit_under_way_finds_no_room_for(
     autojump_clock: MockClock,
 ) -> None:
-    """Nobody knows yet that the disk is full. The replica may be all that is left of the change."""
+    """When the map arrives, it is not known yet that the disk is full. This replica may have the
+    only copy of the change."""
     fenced = Assignment(replicas={"a": "", "b": ""}, lost_active="a")
     async with replica() as follower:
         await follower.receive(b"1")
@@ -297,8 +303,8 @@ async def test_a_map_is_refused_for_what_a_commit_under_way_finds_no_room_for(
 async def test_a_replica_receives_nothing_while_a_map_waits_for_its_commit(
     autojump_clock: MockClock,
 ) -> None:
-    """Otherwise a busy source could keep a map from being applied. Once the map is refused, the
-    replica goes on."""
+    """Otherwise a busy source could keep a map from being applied. After the map is refused, the
+    replica continues to receive."""
     async with replica() as follower, trio.open_nursery() as nursery:
         await follower.receive(b"1")
         await follower.persist()
@@ -307,13 +313,13 @@ async def test_a_replica_receives_nothing_while_a_map_waits_for_its_commit(
         await follower.receive(b"2")
         new_map = follower.cluster.map.with_assignments({PARTITION: Assignment("c", {"b": ""})})
 
-        async def be_refused() -> None:
+        async def wait_until_refused() -> None:
             with pytest.raises(DiskFullError):
                 await follower.server.partition_maps.set_map(new_map.revision - 1, new_map.encode())
             follower.store.is_full = False
             follower.store.commit_s = 0.0
 
-        nursery.start_soon(be_refused)
+        nursery.start_soon(wait_until_refused)
         await trio.sleep(1.0)
         follower.source.put(b"3", b"value")
         await trio.sleep(1.0)
@@ -323,10 +329,10 @@ async def test_a_replica_receives_nothing_while_a_map_waits_for_its_commit(
 
 
 async def test_a_stop_on_a_full_disk_tells_what_it_drops(autojump_clock: MockClock) -> None:
-    """Otherwise the server would end as if everything was on disk."""
+    """Otherwise the server would end as if everything were on disk."""
     followers: list[Replica] = []
 
-    async def live_and_stop() -> None:
+    async def start_and_stop() -> None:
         async with replica() as follower:
             followers.append(follower)
             await follower.receive(b"1")
@@ -335,25 +341,25 @@ async def test_a_stop_on_a_full_disk_tells_what_it_drops(autojump_clock: MockClo
             await follower.receive(b"2")
 
     with pytest.RaisesGroup(DiskFullError, flatten_subgroups=True):
-        await live_and_stop()
+        await start_and_stop()
     (follower,) = followers
     assert _unsaved_mutations([follower.server]) == {BUCKET: 1}
     (stored_bucket,) = (await SimulatedStore(follower.store.directory).ask(LoadBuckets())).buckets
     assert stored_bucket.is_clean, "the disks were stopped, too"
 
 
-async def test_a_stop_on_a_full_disk_tells_what_a_map_under_way_has_dropped(
+async def test_a_stop_on_a_full_disk_reports_what_an_unfinished_map_has_dropped(
     autojump_clock: MockClock,
 ) -> None:
-    """The map takes the copy from the node, and waits for a commit. It is refused, and the
-    replication has ended by then."""
+    """The map removes the copy from the node, and waits for a commit. When it is refused, the
+    replication has already ended."""
     followers: list[Replica] = []
 
-    async def be_refused(follower: Replica) -> None:
+    async def wait_until_refused(follower: Replica) -> None:
         with pytest.raises(DiskFullError):
             await follower.assign(Assignment("c"))
 
-    async def live_and_stop(nursery: trio.Nursery) -> None:
+    async def start_and_stop(nursery: trio.Nursery) -> None:
         async with replica() as follower:
             followers.append(follower)
             await follower.receive(b"1")
@@ -361,12 +367,12 @@ async def test_a_stop_on_a_full_disk_tells_what_a_map_under_way_has_dropped(
             follower.store.is_full = True
             follower.store.commit_s = 5.0
             await follower.receive(b"2")
-            nursery.start_soon(be_refused, follower)
+            nursery.start_soon(wait_until_refused, follower)
             await trio.sleep(1.0)
 
     with pytest.RaisesGroup(DiskFullError, flatten_subgroups=True):
         async with trio.open_nursery() as nursery:
-            await live_and_stop(nursery)
+            await start_and_stop(nursery)
     (follower,) = followers
     assert _unsaved_mutations([follower.server]) == {BUCKET: 1}
 
@@ -389,8 +395,8 @@ async def test_a_node_whose_disk_is_full_can_give_its_copies_up(autojump_clock: 
 async def test_a_full_disk_takes_a_replica_back_to_what_was_committed(
     autojump_clock: MockClock,
 ) -> None:
-    """A map that gives the copy up drops what finds no room then, and is refused. So it is asked
-    for again."""
+    """A map removes the copy, so the replication ends and drops what found no room. The map is
+    refused, and the replica requests the dropped changes again."""
     async with replica() as follower:
         await follower.receive(b"1", b"2", b"3")
         await follower.persist()
@@ -403,8 +409,8 @@ async def test_a_full_disk_takes_a_replica_back_to_what_was_committed(
 async def test_a_full_disk_drops_the_answers_of_the_batches_that_it_drops(
     autojump_clock: MockClock,
 ) -> None:
-    """The node becomes active without these batches. Their publisher sends them again: were they
-    answered as if they had been applied, they would be lost."""
+    """The node becomes active without these batches, and their publisher sends them again. If the
+    node still had their answers, it would not apply them, and they would be lost."""
     async with replica() as follower:
         await follower.receive(b"1")
         await follower.persist()
@@ -447,8 +453,9 @@ async def test_a_full_disk_takes_a_replica_back_to_what_a_rollback_left(
 async def test_a_replica_reports_one_state_while_it_does_not_reach_the_other(
     autojump_clock: MockClock, lost_state: PartitionState
 ) -> None:
-    """It follows the partitions that are active at `a` and those that are replicas there over two
-    connections. A publisher waits for what it reports to be on disk."""
+    """The replica uses two connections to `a`: one for partitions that are active there, one for
+    those that are replicas there. It must report what is on disk over either one, because
+    publishers wait for it."""
     async with replica(partition_count=2) as follower:
         await follower.assign(Assignment("a", {"b": ""}), Assignment("c", {"a": "", "b": "a"}))
         source = follower.source
@@ -481,7 +488,8 @@ async def test_a_replica_reports_one_state_while_it_does_not_reach_the_other(
 async def test_changes_are_on_disk_with_their_history_though_another_partition_was_refused(
     autojump_clock: MockClock,
 ) -> None:
-    """Under the log of the history before, nobody would know that they may have to be undone."""
+    """If the changes were stored with the failover log of the earlier history, a rollback would not
+    undo them."""
     async with replica(partition_count=2) as follower:
         source = follower.source
         await follower.assign(*[Assignment("a", {"b": ""})] * 2)
@@ -502,7 +510,7 @@ async def test_changes_are_on_disk_with_their_history_though_another_partition_w
 async def test_a_partition_that_the_source_refuses_keeps_no_other_from_being_replicated(
     autojump_clock: MockClock,
 ) -> None:
-    """Its copy there may be damaged; that of the other is not."""
+    """The source's copy of that partition may be damaged; its other copies are not."""
     async with replica(partition_count=2) as follower:
         source = follower.source
         source.refuse = lambda message: (
@@ -541,10 +549,11 @@ async def test_the_figures_call_the_disk_full_only_while_it_is(autojump_clock: M
 async def test_a_rollback_keeps_what_was_received_and_not_yet_on_disk(
     autojump_clock: MockClock,
 ) -> None:
-    """While a slow commit is under way, more has come of what the new active has too."""
+    """While a slow commit runs, the replica has received more changes that the new active node has,
+    too."""
     async with replica() as follower:
         follower.store.commit_s = 5.0
-        # Too large to be put together: a rollback goes to the end of a snapshot.
+        # The snapshots are too large to be joined, so a rollback can go to the end of each.
         await follower.receive(*(bytes(SHORT_RUN_BYTES_MAX) for _ in range(5)))
         assert follower.partition.high_seq < 4
         await follower.lose(4)
@@ -553,12 +562,13 @@ async def test_a_rollback_keeps_what_was_received_and_not_yet_on_disk(
 
 
 async def test_a_damaged_chunk_holds_up_no_rollback(autojump_clock: MockClock) -> None:
-    """No partition of the source was replicated any more: all of them have one connection."""
+    """All partitions of a source share one connection, so a rollback that fails would stop the
+    replication of all."""
     async with replica(partition_count=2) as follower:
         await follower.assign(*[Assignment("a", {"b": ""})] * 2)
         source = follower.source
         for _ in range(3):
-            # Too large to be put together.
+            # The snapshots are too large to be joined.
             source.put(key_in(PARTITION, 2), bytes(SHORT_RUN_BYTES_MAX))
             await follower.persist()
         log, _ = follower.store.directory.disks[BUCKET]
@@ -572,13 +582,13 @@ async def test_a_damaged_chunk_holds_up_no_rollback(autojump_clock: MockClock) -
         assert SeqNo(1) in follower.starts
 
 
-async def test_a_rollback_that_waits_for_room_lets_compaction_make_it(
+async def test_compaction_can_run_while_a_rollback_waits_for_room(
     autojump_clock: MockClock,
 ) -> None:
-    """The disk fills up between the consumer's last save and the rollback, and a commit of another
+    """The disk becomes full between the last commit and the rollback, and a commit of another
     partition waits for room."""
     async with replica(partition_count=2) as follower:
-        # Partitions in two states come over two connections.
+        # Partitions in two states are replicated over two connections.
         await follower.assign(Assignment("a", {"b": ""}), Assignment("c", {"a": "", "b": "a"}))
         source, maintenance = follower.source, follower.disk.maintenance
         for _ in range(2):
@@ -597,10 +607,10 @@ async def test_a_rollback_that_waits_for_room_lets_compaction_make_it(
         await eventually(lambda: other_partition.high_seq == 1, "the disk has the other change")
 
 
-async def test_a_rollback_goes_back_in_what_a_commit_before_it_has_left(
+async def test_a_rollback_starts_from_what_the_commit_before_it_has_left(
     autojump_clock: MockClock,
 ) -> None:
-    """It waits for a commit, which finds no room and drops what was received."""
+    """The rollback waits for a commit, which finds no room and drops what was received."""
     async with replica() as follower, trio.open_nursery() as nursery:
         await follower.receive(b"1", b"2")
         await follower.persist()
@@ -618,7 +628,7 @@ async def test_a_rollback_goes_back_in_what_a_commit_before_it_has_left(
 async def test_a_rollback_that_finds_no_room_leaves_a_copy_that_can_be_read(
     autojump_clock: MockClock, call_without_room: type[StoreCall[Any]]
 ) -> None:
-    """Its index entries may be deleted by then."""
+    """Its index entries may already be deleted."""
     async with replica() as follower:
         maintenance = follower.disk.maintenance
         undo_mutations, maintenance.undo_mutations = maintenance.undo_mutations, 0
@@ -638,10 +648,11 @@ async def test_a_rollback_that_finds_no_room_leaves_a_copy_that_can_be_read(
         assert item.value == b"value"
 
 
-async def test_a_truncation_does_not_go_on_in_another_bucket_of_the_name(
+async def test_a_truncation_stops_when_its_bucket_is_deleted(
     autojump_clock: MockClock,
 ) -> None:
-    """To delete the index entries of a large partition takes seconds."""
+    """Deleting the index entries of a large partition takes seconds. By then there may be another
+    bucket of the same name."""
     async with replica() as follower, trio.open_nursery() as nursery:
         disk, delete_bucket = follower.disk, follower.server.catalog.delete_bucket
         follower.store.on_index_deletion = partial(nursery.start_soon, delete_bucket, BUCKET)
@@ -654,8 +665,8 @@ async def test_a_truncation_does_not_go_on_in_another_bucket_of_the_name(
 async def test_a_snapshot_that_lacks_only_its_end_counts_once_its_answers_came(
     autojump_clock: MockClock, is_map_new: bool
 ) -> None:
-    """The stream was cut behind the last chunk. Without the answers, a batch of this snapshot would
-    take effect a second time if this node became active."""
+    """The stream ended after the last chunk. Without the answers, a batch of this snapshot would be
+    applied a second time if this node became active."""
     assignment = Assignment("a", {"b": ""})
     async with replica(partition_count=2) as follower:
         source = follower.source
@@ -677,7 +688,7 @@ async def test_a_snapshot_that_lacks_only_its_end_counts_once_its_answers_came(
         connection.wake()
         await trio.sleep(1.0)
         if is_map_new:
-            # The next replication knows the chunk from memory.
+            # The next replication has the chunk in memory.
             await follower.assign(assignment, assignment)
         else:
             connection.scope.cancel()
@@ -708,7 +719,7 @@ class WritingSteps(trio.abc.Instrument):
 async def test_a_commit_of_many_partitions_is_collected_in_steps(
     autojump_clock: MockClock,
 ) -> None:
-    """While a slow commit is under way, changes have come in all other partitions."""
+    """While a slow commit runs, the replica receives changes of all other partitions."""
     count = 32 * COLLECTED_PARTITIONS
     async with replica(count) as follower:
         await follower.assign(*[Assignment("a", {"b": ""})] * count)
@@ -748,19 +759,19 @@ async def test_what_a_full_disk_drops_is_dropped_in_steps(autojump_clock: MockCl
 
 
 class CountingSnapshots(dict[PartitionId, ReceivedSnapshots]):
-    """Counts how often what was received of a partition is looked at."""
+    """Counts how often the received snapshots of a partition are looked up."""
 
-    looks = 0
+    lookups = 0
 
     def __getitem__(self, partition_id: PartitionId) -> ReceivedSnapshots:
-        self.looks += 1
+        self.lookups += 1
         return super().__getitem__(partition_id)
 
 
 async def test_a_chunk_costs_the_same_however_many_partitions_wait_for_the_disk(
     autojump_clock: MockClock,
 ) -> None:
-    """Each chunk waits until there is room for it."""
+    """Before each chunk the replica compares the waiting bytes with its limit."""
     count = 32
     async with replica(count) as follower:
         await follower.assign(*[Assignment("a", {"b": ""})] * count)
@@ -774,12 +785,12 @@ async def test_a_chunk_costs_the_same_however_many_partitions_wait_for_the_disk(
         snapshots = replicator._received_snapshots = CountingSnapshots(
             replicator._received_snapshots
         )
-        looks: list[int] = []
+        lookups: list[int] = []
         for key in keys[1:]:
             follower.source.put(key, b"value")
             await trio.sleep(1)
-            looks.append(snapshots.looks)
-        assert looks[-1] - looks[-2] == looks[0]
+            lookups.append(snapshots.lookups)
+        assert lookups[-1] - lookups[-2] == lookups[0]
         waiting_bytes = sum(part.nbytes for part in snapshots.values())
         assert replicator.statistics()["waiting_bytes"] == waiting_bytes > 0
         follower.store.commit_s = 0.0
@@ -788,12 +799,12 @@ async def test_a_chunk_costs_the_same_however_many_partitions_wait_for_the_disk(
 
 
 def answers_of(follower: Replica) -> int:
-    """How many answers to publishers it remembers."""
+    """How many answers to publishers the replica remembers."""
     return len(follower.partition.repeated_batches.answers.answers_between(0, 1))
 
 
 def answers_of_steps(count: int) -> tuple[PublisherAnswer, ...]:
-    """As many answers as are taken in so many steps."""
+    """So many answers that they are processed in `count` steps."""
     packed = pack_result(LOST)
     return tuple(
         (writer.to_bytes(16), counter, SeqNo(1), packed)
@@ -803,7 +814,7 @@ def answers_of_steps(count: int) -> tuple[PublisherAnswer, ...]:
 
 
 async def test_many_answers_to_publishers_are_taken_in_steps(autojump_clock: MockClock) -> None:
-    """A replica that begins gets those of a thousand publishers at once."""
+    """A new replica receives the answers of a thousand publishers at once."""
     step_count = 4
     async with replica() as follower:
         follower.source.answers = answers_of_steps(step_count)
@@ -818,7 +829,7 @@ async def test_many_answers_to_publishers_are_taken_in_steps(autojump_clock: Moc
 
 
 async def test_many_answers_to_publishers_are_undone_in_steps(autojump_clock: MockClock) -> None:
-    """The source has lost everything. A partition may have 65,536 answers."""
+    """The source has lost everything, and a partition may have 65,536 answers."""
     step_count = 2
     async with replica() as follower:
         follower.source.answers = answers_of_steps(step_count)
@@ -841,7 +852,8 @@ async def test_many_answers_to_publishers_are_undone_in_steps(autojump_clock: Mo
 async def test_answers_to_publishers_of_many_partitions_are_taken_in_steps(
     autojump_clock: MockClock,
 ) -> None:
-    """What of each partition is taken in one step is too much of several."""
+    """The answers of one partition fit into a step; those of several together are too many for
+    one."""
     count, writer_count = COLLECTED_PARTITIONS, STEP_ANSWERS // 8
     async with replica(count) as follower:
         await follower.assign(*[Assignment("a", {"b": ""})] * count)
@@ -868,7 +880,8 @@ async def test_answers_to_publishers_of_many_partitions_are_taken_in_steps(
 async def test_large_answers_to_publishers_are_taken_in_more_steps(
     autojump_clock: MockClock,
 ) -> None:
-    """An answer to a thousand increments takes a hundred times as long as that to a few changes."""
+    """Processing the answer to a thousand increments takes a hundred times as long as that to a few
+    changes."""
     counters = [(index, index) for index in range(1000)]
     packed = pack_result(msgspec.structs.replace(LOST, counters=counters))
     count = 2 * STEP_ANSWER_BYTES // len(packed)
@@ -886,10 +899,10 @@ async def test_large_answers_to_publishers_are_taken_in_more_steps(
         assert largest_step.added_count == count // 2 + 1
 
 
-async def test_a_commit_of_partitions_with_many_readers_is_noted_in_steps(
+async def test_readers_of_many_committed_partitions_are_updated_in_steps(
     autojump_clock: MockClock,
 ) -> None:
-    """Each reader has to go on from disk then."""
+    """After the commit each reader must continue from disk."""
     count = 8 * COLLECTED_PARTITIONS
     async with replica(count) as follower:
         await follower.assign(*[Assignment("a", {"b": ""})] * count)
@@ -912,45 +925,49 @@ async def test_a_commit_of_partitions_with_many_readers_is_noted_in_steps(
 
 
 async def test_the_keys_of_a_large_commit_are_searched_in_steps(autojump_clock: MockClock) -> None:
-    """What a replica receives of one partition may come to 32 MiB before a slow commit ends."""
+    """A replica may receive 32 MiB of one partition before a slow commit ends."""
     count = 36
     async with replica() as follower:
-        told: list[int] = []
-        follower.partition.updates._on_update = lambda _designs, updates: told.append(updates)
+        update_counts: list[int] = []
+        follower.partition.updates._on_update = lambda _designs, updates: update_counts.append(
+            updates
+        )
         follower.source.chunk_mutations = 1
         follower.store.commit_s = 0.5
         for index in range(count):
             follower.source.put(b"%d" % index, bytes(4 * NOTIFIED_BYTES))
-        largest_step = LargestStep(lambda: len(told))
+        largest_step = LargestStep(lambda: len(update_counts))
         trio.lowlevel.add_instrument(largest_step)
         await follower.persist()
         await trio.sleep(1)
         trio.lowlevel.remove_instrument(largest_step)
-        assert len(told) == count
+        assert len(update_counts) == count
         assert largest_step.added_count <= STEP_PARTITIONS // 4
 
 
 async def test_many_small_chunks_of_a_snapshot_are_searched_in_steps(
     autojump_clock: MockClock,
 ) -> None:
-    """A snapshot from the disk of a source that took in changes one by one has a chunk of each."""
+    """If a source accepted changes one by one, its snapshot from disk has a chunk for each."""
     count = 800
     async with replica() as follower:
-        told: list[int] = []
-        follower.partition.updates._on_update = lambda _designs, updates: told.append(updates)
+        update_counts: list[int] = []
+        follower.partition.updates._on_update = lambda _designs, updates: update_counts.append(
+            updates
+        )
         source = follower.source
         source.chunk_mutations = 1
         source.paused = True
         for index in range(count):
             source.put(b"%d" % index, b"value")
-        largest_step = LargestStep(lambda: len(told))
+        largest_step = LargestStep(lambda: len(update_counts))
         trio.lowlevel.add_instrument(largest_step)
         follower.store.commit_s = 5.0
         source.resume()
         await follower.persist()
         await trio.sleep(1)
         trio.lowlevel.remove_instrument(largest_step)
-        assert len(told) == count
+        assert len(update_counts) == count
         chunks_max = STEP_PARTITIONS * NOTIFIED_BYTES // NOTIFIED_CHUNK_BYTES
         assert largest_step.added_count <= chunks_max
 
@@ -960,7 +977,7 @@ async def test_unindexed_changes_can_be_undone_however_old_they_are(
 ) -> None:
     async with replica() as follower:
         await follower.receive(b"1", b"2", b"3", b"4", b"5")
-        await trio.sleep(60)  # the index has had time to follow
+        await trio.sleep(60)  # time for the index to catch up
         await follower.lose(3)
         assert follower.starts[-1] == 3
 
@@ -968,7 +985,7 @@ async def test_unindexed_changes_can_be_undone_however_old_they_are(
 async def test_answers_of_a_snapshot_that_was_cut_off_are_dropped_with_it(
     autojump_clock: MockClock,
 ) -> None:
-    """The next snapshot may be another history's, in which those batches never were."""
+    """The next snapshot may belong to another history, which never had those batches."""
     async with replica() as follower:
         await follower.receive(b"1", b"2")
         await follower.persist()
@@ -995,7 +1012,7 @@ async def test_answers_of_a_snapshot_that_was_cut_off_are_dropped_with_it(
 
 
 @pytest.mark.parametrize("assignment", [Assignment("a", {"b": ""}), Assignment("a")])
-async def test_a_partition_that_is_not_active_any_more_keeps_nothing_in_memory(
+async def test_a_partition_that_is_no_longer_active_keeps_nothing_in_memory(
     autojump_clock: MockClock, assignment: Assignment
 ) -> None:
     async with replica() as follower:
@@ -1004,7 +1021,7 @@ async def test_a_partition_that_is_not_active_any_more_keeps_nothing_in_memory(
         await follower.assign(Assignment("b", {"a": ""}))
         rows = [Mutation(Operation.SET, b"%d" % index, b"v") for index in range(3)]
         follower.partition.mutate(batch_of(Chunk.build(rows)), now=NOW)
-        # The new active has all of it, so that nothing is undone.
+        # The new active node has all of these changes, so nothing is undone.
         source = follower.source.partitions[PARTITION]
         source.mutate(Chunk.build(rows), bytes(16), 0)
         source.log = follower.partition.failover_log
@@ -1023,13 +1040,13 @@ async def test_a_new_active_gives_higher_cas_values_than_the_old_one(
         newest_cas = follower.source.partitions[PARTITION].history[-1].cas
         await follower.assign(Assignment("b", {"a": ""}))
         chunk = Chunk.build([Mutation(Operation.SET, b"4", b"v")])
-        # Its clock is behind.
+        # The clock of `b` is behind.
         result = follower.partition.mutate(batch_of(chunk), now=0.0)
         assert result.first_cas > newest_cas
 
 
 async def test_a_rollback_breaks_the_leases_on_what_it_undoes(autojump_clock: MockClock) -> None:
-    """A lease that `b` granted while it was active promises a range that is gone then."""
+    """A lease that `b` granted while it was active covers a range that the rollback removes."""
     async with replica() as follower:
         await follower.receive(b"1", b"2")
         await follower.persist()
@@ -1052,7 +1069,8 @@ async def test_a_rollback_breaks_the_leases_on_what_it_undoes(autojump_clock: Mo
 async def test_a_replica_that_copies_takes_the_purge_number_of_its_source(
     autojump_clock: MockClock,
 ) -> None:
-    """It never had the deletions up to there. A consumer that missed them must roll back."""
+    """The copy never had the deletions up to that number, so a consumer that missed them must roll
+    back."""
     async with replica() as follower:
         follower.source.partitions[PARTITION].purge_seq = SeqNo(2)
         follower.source.paused = True
@@ -1067,7 +1085,7 @@ async def test_a_replica_that_copies_takes_the_purge_number_of_its_source(
         assert follower.partition.purge_seq == 2, "it received the later deletions"
 
 
-async def be_refused(follower: Replica) -> list[Any]:
+async def wait_until_refused(follower: Replica) -> list[Any]:
     """Waits until the first partition is refused. Returns what is in the figures of the disk."""
     await eventually(lambda: bool(follower.partition.damage), "the partition is refused")
     assert follower.partition.state is PartitionState.DEAD
@@ -1079,7 +1097,7 @@ async def be_refused(follower: Replica) -> list[Any]:
 async def test_a_record_that_is_damaged_while_it_is_replicated_refuses_its_partition_alone(
     autojump_clock: MockClock,
 ) -> None:
-    """It ended the server."""
+    """The damage must not end the server."""
     with structlog.testing.capture_logs() as logged:
         async with replica(partition_count=2) as follower:
             await follower.assign(*[Assignment("a", {"b": ""})] * 2)
@@ -1091,10 +1109,10 @@ async def test_a_record_that_is_damaged_while_it_is_replicated_refuses_its_parti
             log, _ = follower.store.directory.disks[BUCKET]
             log.flip_bit(partition_key(PARTITION_RECORD, PARTITION), 60)
             before = log.keys()
-            # In one commit.
+            # Both changes are in one commit.
             source.put(key_in(PARTITION, 2), b"lost")
             source.put(key_in(OTHER_PARTITION, 2), b"newer")
-            assert await be_refused(follower) == [PARTITION]
+            assert await wait_until_refused(follower) == [PARTITION]
             assert other_partition.high_seq == 2
             for count in range(3):
                 source.put(key_in(PARTITION, 2), b"more")
@@ -1105,7 +1123,7 @@ async def test_a_record_that_is_damaged_while_it_is_replicated_refuses_its_parti
                 )
             assert trouble(follower) == ""
             assert follower.partition.high_seq == 1
-            # A map that changes other things is applied, and the partition stays refused.
+            # A map with other changes is applied, and the partition stays refused.
             await follower.assign(*[Assignment("a", {"b": "", "c": ""})] * 2)
             source.put(key_in(OTHER_PARTITION, 2), b"last")
             await eventually(lambda: other_partition.high_seq == 6, "it goes on")
@@ -1122,7 +1140,7 @@ async def test_a_record_that_is_damaged_while_it_is_replicated_refuses_its_parti
 async def test_a_rollback_that_meets_a_damaged_record_refuses_its_partition_alone(
     autojump_clock: MockClock, kind: bytes
 ) -> None:
-    """No partition of that node was replicated any more."""
+    """The other partitions of that source are still replicated."""
     async with replica(partition_count=2) as follower:
         await follower.assign(*[Assignment("a", {"b": ""})] * 2)
         source = follower.source
@@ -1136,7 +1154,7 @@ async def test_a_rollback_that_meets_a_damaged_record_refuses_its_partition_alon
                 transaction.put(key, pack_record(key, SeqNo(1)))
         log.flip_bit(key, 60)
         await follower.lose(2)
-        assert await be_refused(follower) == [PARTITION]
+        assert await wait_until_refused(follower) == [PARTITION]
         other_partition = follower.disk.bucket.partitions[OTHER_PARTITION]
         for end in (1, 2):
             source.put(key_in(OTHER_PARTITION, 2), b"value")
@@ -1144,7 +1162,7 @@ async def test_a_rollback_that_meets_a_damaged_record_refuses_its_partition_alon
         assert trouble(follower) == ""
 
 
-async def test_the_only_partition_of_a_node_that_is_refused_leaves_nobody_to_follow(
+async def test_a_replica_whose_only_partition_is_refused_does_not_connect_again(
     autojump_clock: MockClock,
 ) -> None:
     async with replica() as follower:
@@ -1153,7 +1171,7 @@ async def test_the_only_partition_of_a_node_that_is_refused_leaves_nobody_to_fol
         log, _ = follower.store.directory.disks[BUCKET]
         log.flip_bit(partition_key(PARTITION_RECORD, PARTITION), 60)
         follower.source.put(b"2", b"value")
-        assert await be_refused(follower) == [PARTITION]
+        assert await wait_until_refused(follower) == [PARTITION]
         opens = follower.source.bucket_opens
         await trio.sleep(60)
         assert follower.source.bucket_opens == opens
@@ -1165,7 +1183,7 @@ async def test_the_only_partition_of_a_node_that_is_refused_leaves_nobody_to_fol
 async def test_a_copy_that_a_replica_sent_back_to_0_is_completed_in_the_actives_history(
     autojump_clock: MockClock,
 ) -> None:
-    """The other replica may have more of an old history than the active node has of a new one."""
+    """The other replica may have more of an old history than the active node has of the new one."""
     async with replica() as follower:
         await follower.assign(Assignment("c", {"a": "", "b": "a"}))
         await follower.receive(b"1", b"2")

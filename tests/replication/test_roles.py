@@ -1,4 +1,4 @@
-"""What a partition map makes of a node, decided without a server, a disk or a clock."""
+"""Which role a partition map gives to a node, decided without a server, a disk or a clock."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def map_of(*assignments: Assignment, revision: int = 5) -> PartitionMap:
 
 
 def replica_at(seq: int) -> Partition:
-    """A replica in history 7 that stands at `seq`."""
+    """A replica in history 7 whose newest change is `seq`."""
     partition = Partition(P0, lambda: HistoryId(7), state=PartitionState.REPLICA)
     partition.restart_at(SeqNo(seq))
     return partition
@@ -71,7 +71,7 @@ def log_after(
         (Assignment("a", {"b": ""}, failover_revision=5), 5, PartitionState.PENDING),
         # one that compared all copies since does.
         (Assignment("a", {"b": ""}, failover_revision=6), 5, PartitionState.ACTIVE),
-        # A suspect copy may always follow.
+        # A node with a suspect copy may always be a replica.
         (Assignment("b", {"a": ""}), 5, PartitionState.REPLICA),
     ],
 )
@@ -114,7 +114,7 @@ def test_a_suspect_partition_is_not_handed_over() -> None:
     with pytest.raises(ServerError, match="upr failover") as refusal:
         check_hand_over(map_of(active), map_of(handing_over), "a", suspects={P0: 5})
     assert refusal.value.status is Status.WRONG_STATE
-    # It was handed over before: then everything was on disk.
+    # The node had handed it over before, with everything on disk.
     check_hand_over(map_of(handing_over), map_of(handing_over), "a", suspects={P0: 5})
 
 
@@ -131,7 +131,7 @@ def test_a_replica_at_the_named_end_continues_the_history() -> None:
 
 
 def test_a_restarted_active_goes_on_from_beyond_the_end_at_which_it_once_took_over() -> None:
-    """The map names that end for as long as no command changes the partition."""
+    """The map names that sequence number until a command changes the partition."""
     taken_over = Assignment("a", continues_from=HistoryPoint(HistoryId(7), SeqNo(20)))
     with pytest.raises(ServerError, match="continue history 7 at 20"):
         log_after(replica_at(25), taken_over, is_clean=True)
@@ -139,7 +139,7 @@ def test_a_restarted_active_goes_on_from_beyond_the_end_at_which_it_once_took_ov
         (99, 25),
         (7, 0),
     ]
-    # What it has must have come from there.
+    # Its data must have come from that takeover.
     for other_end in (HistoryPoint(HistoryId(7), SeqNo(26)), HistoryPoint(HistoryId(8), SeqNo(0))):
         elsewhere = Assignment("a", continues_from=other_end)
         with pytest.raises(ServerError, match="use `upr failover`"):
@@ -147,7 +147,7 @@ def test_a_restarted_active_goes_on_from_beyond_the_end_at_which_it_once_took_ov
 
 
 def test_a_restarted_active_goes_on_though_its_log_no_longer_names_the_takeover() -> None:
-    """It has begun more histories since than a log has room for."""
+    """Since the takeover it has begun more histories than fit into a failover log."""
     taken_over = Assignment("a", {"b": ""}, continues_from=HistoryPoint(HistoryId(7), SeqNo(20)))
     partition = replica_at(25)
     failover_log = partition.failover_log
@@ -158,7 +158,7 @@ def test_a_restarted_active_goes_on_though_its_log_no_longer_names_the_takeover(
     assert pairs[0] == (99, 25)
     with pytest.raises(ServerError, match="use `upr failover`"):
         log_after(partition, taken_over, was_active=True, is_clean=True)
-    # What it had at the point is missing.
+    # The node lacks changes before the takeover.
     too_low = replica_at(19)
     with pytest.raises(ServerError, match="use `upr failover`"):
         log_after(too_low, taken_over, was_active=True, has_taken_over=True, is_clean=True)

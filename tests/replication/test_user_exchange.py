@@ -1,4 +1,4 @@
-"""A change of users on one node, and when it counts on the others."""
+"""When a change of users on one node takes effect on the other nodes."""
 
 from __future__ import annotations
 
@@ -71,8 +71,8 @@ async def secured(name: str, password_file: Path, users: Users = USERS) -> Async
 async def two_nodes(
     password_file: Path, users: Users = USERS, host: str = HOST, others: Mapping[str, int] = {}
 ) -> AsyncIterator[tuple[Server, Server]]:
-    """Two nodes with one bucket; each knows of the other by the bucket's map, at `host`, and of
-    `others`, whose ports are given."""
+    """Two nodes with one bucket. Each knows the other from the bucket's map, at `host`. The map
+    also names `others`, with the given ports."""
     async with (
         secured("a", password_file, users) as first,
         secured("z", password_file, users) as second,
@@ -140,7 +140,7 @@ async def test_nodes_that_hang_do_not_hold_up_a_change(
 async def test_a_change_of_a_role_counts_on_the_other_node_within_a_second(
     network: MemoryNetwork, password_file: Path, autojump_clock: MockClock
 ) -> None:
-    """Also for a stream that lived by it."""
+    """This includes streams that the role allowed."""
     users = USERS.without_user("bob").with_user(User("bob", VERIFIER))
     users = users.with_role(UserRole("readers", (READ,))).assigning("bob", ("readers",))
     async with two_nodes(password_file, users) as (first, second):
@@ -166,7 +166,8 @@ def _with_user(users: Users, name: str) -> Users:
 async def test_nodes_in_the_clear_take_no_users_from_other_machines(
     network: MemoryNetwork, password_file: Path, autojump_clock: MockClock
 ) -> None:
-    """Whoever is named in a map could pass the log-in on to a real node, and make users up."""
+    """Without encryption, any host that a map names could forward the log-in to a real node, and
+    invent users."""
     async with two_nodes(password_file, host="10.0.0.2") as (first, second):
         await first.users.apply_change(partial(_with_user, name="joe"))
         await trio.sleep(10)
@@ -195,16 +196,18 @@ async def test_a_node_without_the_right_to_replicate_is_told_nothing(
         await first.users.apply_change(partial(_with_user, name="joe"))
         await trio.sleep(10)
         assert second.users.users == USERS
-        # The other direction has its right still: with the newer users nobody has it.
+        # Among the older users of the second node, `node` still has the right; among the newer ones
+        # nobody has it.
         await second.users.apply_change(partial(_with_user, name="eve"))
         await trio.sleep(10)
         assert first.users.users.get("eve") is None
 
 
-async def test_a_node_with_another_password_leaves_attempts_to_others(
+async def test_a_node_with_a_wrong_password_leaves_log_in_attempts_to_others(
     network: MemoryNetwork, password_file: Path, autojump_clock: MockClock
 ) -> None:
-    """It tries ever more rarely; its exchanges and its replication have one pause together."""
+    """The node tries less and less often; its exchange of users and its replication share one
+    pause."""
     async with two_nodes(password_file) as (first, second):
         await trio.sleep(10)
         failures = first.connections.resources.log_ins.failures
@@ -221,7 +224,7 @@ async def test_a_node_with_another_password_leaves_attempts_to_others(
         assert second.users.users == first.users.users
 
 
-async def test_a_node_that_was_away_learns_what_it_missed(
+async def test_a_node_that_was_down_receives_the_changes_that_it_missed(
     network: MemoryNetwork, password_file: Path, autojump_clock: MockClock
 ) -> None:
     async with two_nodes(password_file) as (first, second):
@@ -240,7 +243,7 @@ async def test_a_node_that_was_away_learns_what_it_missed(
 async def test_a_consumer_goes_on_while_a_changed_password_spreads(
     network: MemoryNetwork, password_file: Path, autojump_clock: MockClock
 ) -> None:
-    """It reads the new password before the node that it connects to has heard of it."""
+    """The consumer reads the new password before the node to which it connects has received it."""
     async with two_nodes(password_file) as (first, second):
         await trio.sleep(10)
         own_file = password_file.with_name("bob")
@@ -263,7 +266,7 @@ async def test_a_consumer_goes_on_while_a_changed_password_spreads(
             names = [row.context.access.user_name for row in first.connections.connections]
             assert "bob" in names
             nursery.cancel_scope.cancel()
-        # The consumer's, and that of its question for the partition map.
+        # The log-in of the consumer, and that of its request for the partition map.
         assert 1 <= first.connections.resources.log_ins.failures.failure_count <= 2
 
 
