@@ -1,4 +1,4 @@
-"""The bus as a whole, in the time of a mock clock."""
+"""The event bus as a whole, with a mock clock."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ async def ask(
 async def test_registering_while_buckets_change_misses_nothing(
     autojump_clock: MockClock, bus: EventBus, buckets: Buckets
 ) -> None:
-    """Each consumer is told of every update from its registration on, and once."""
+    """After its registration, each consumer receives every update exactly once."""
     bucket = buckets.create("b", 1, incarnation=7)
     bucket_count = 0
     registered_at: dict[str, int] = {}
@@ -163,7 +163,8 @@ async def test_a_load_that_never_ends_is_delivered_ten_times_a_second(
 
 
 async def test_a_clean_restart_revives_its_consumers(autojump_clock: MockClock) -> None:
-    """A consumer that could not ask, as the node was down, is not dead when the node is back."""
+    """A consumer cannot ask while its node is down, so that time must not count towards its
+    timeout."""
     directory = SimulatedDirectory()
     before = new_bus(SimulatedStore(directory))
     async with before.running():
@@ -181,7 +182,8 @@ async def test_a_clean_restart_revives_its_consumers(autojump_clock: MockClock) 
 
 
 async def test_queues_are_restored_once(autojump_clock: MockClock) -> None:
-    """Whatever is not saved by a clean stop is gone: a crash has consumers look at everything."""
+    """Queues are deleted once they are restored. After a crash there are none, so consumers look at
+    everything."""
     directory = SimulatedDirectory()
     before = new_bus(SimulatedStore(directory))
     async with before.running():
@@ -248,7 +250,7 @@ async def test_dead_consumers_are_cleared_in_time_and_others_are_not(
 
 
 async def test_a_consumer_that_waits_is_not_dead(autojump_clock: MockClock, bus: EventBus) -> None:
-    """Though it waits for longer than its timeout."""
+    """A consumer that waits for events stays registered, however long it waits."""
     batch_id, _, _ = await ask(bus)
     await bus.next_events("c", ALL, timeout_s=5.0, acknowledged=batch_id, wait_s=60.0)
     assert bus.statistics()["consumers_cleared"] == 0

@@ -21,7 +21,7 @@ from upr_protocol.partition_map import Assignment
 
 @pytest.fixture(autouse=True)
 def soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nodes that join are noticed at once."""
+    """Makes the feed notice nodes that join at once."""
     monkeypatch.setattr(event_feed, "MAP_INTERVAL_S", 0.05)
     monkeypatch.setattr(event_feed, "POLL_S", 0.1)
 
@@ -58,8 +58,8 @@ async def until_everything(feed: EventFeed, times: int = 1) -> None:
                 pass
 
 
-async def quiet(feed: EventFeed) -> None:
-    """Nothing more is told of what was written so far."""
+async def skip_events(feed: EventFeed) -> None:
+    """Skips the events of everything that was written so far."""
     with trio.move_on_after(1):
         await trio.lowlevel.checkpoint()
         while True:
@@ -69,8 +69,8 @@ async def quiet(feed: EventFeed) -> None:
 async def test_an_event_of_a_partition_on_another_node_is_delivered(group: ServerGroup) -> None:
     await give_away(group)
     async with follow_events(group.servers["a"].url(), consumer="c") as feed:
-        await until_everything(feed, times=2)  # one of each node
-        await quiet(feed)
+        await until_everything(feed, times=2)  # one from each node
+        await skip_events(feed)
         await group.set("b", {key_of(1): "v"})
         await until_updated(feed)
         await group.set("a", {key_of(0): "v"})
@@ -90,7 +90,7 @@ async def test_an_end_names_the_node_that_refuses(
             async for _ in feed:
                 pass
     assert refusal.value.status is Status.UNSUPPORTED
-    # The proxy's place, which the map has.
+    # The map has the address of the proxy.
     place = group.address("b").host_ports
     assert str(refusal.value).startswith(f"the node at {place} refused: this server has no event")
 
@@ -98,7 +98,7 @@ async def test_an_end_names_the_node_that_refuses(
 async def test_events_continue_after_a_failover(group: ServerGroup) -> None:
     async with follow_events(group.servers["a"].url(), consumer="c") as feed:
         await until_everything(feed, times=2)
-        await quiet(feed)
+        await skip_events(feed)
         await group.stop("a")
         await fail_over(group.operator("b"), all_of="a")
         await group.set("b", {key_of(0): "v"})
@@ -106,12 +106,12 @@ async def test_events_continue_after_a_failover(group: ServerGroup) -> None:
 
 
 async def test_a_failover_that_may_lose_changes_is_told(group: ServerGroup) -> None:
-    """The node that is gone may have told of changes that nobody has now."""
+    """The lost node may have reported changes that no node has now."""
     async with follow_events(
         group.servers["b"].url(), consumer="c", kinds=EventKind.DESIGN
     ) as feed:
         await until_everything(feed, times=2)
-        await quiet(feed)
+        await skip_events(feed)
         await group.stop("a")
         await fail_over(group.operator("b"), all_of="a")
         with trio.fail_after(20):
@@ -129,10 +129,10 @@ async def test_a_node_that_joins_or_leaves_has_the_consumer_look_at_everything()
 async def node_joins_and_leaves(group: ServerGroup) -> None:
     async with follow_events(group.servers["a"].url(), consumer="c") as feed:
         await until_everything(feed, times=2)
-        await quiet(feed)
+        await skip_events(feed)
         await group.add_replica("c")
         await until_everything(feed)
-        # And one that leaves may have counted what it has not told.
+        # A node that leaves may have counted changes that it has not reported.
         base = group.map("a")
         assignments = {PartitionId(partition): Assignment("a", {"c": ""}) for partition in range(2)}
         nodes = {name: place for name, place in base.nodes.items() if name != "b"}
@@ -143,18 +143,18 @@ async def node_joins_and_leaves(group: ServerGroup) -> None:
 
 
 async def test_another_given_node_takes_the_first_ones_place(group: ServerGroup) -> None:
-    """It is followed already, under the same name of the consumer."""
+    """The feed already follows that node, with the same consumer name."""
     first, second = (Address.parse(group.proxies[name].url()) for name in "ab")
     target = Address(first.host, first.port, "", ((second.host, second.port),))
     async with follow_events(target, consumer="c") as feed:
         await until_everything(feed, times=2)
-        await quiet(feed)
+        await skip_events(feed)
         await group.stop("a")
         await fail_over(group.operator("b"), all_of="a")
         for index in range(3):
             await group.set("b", {key_of(0): str(index)})
             await until_updated(feed)
-            await quiet(feed)
+            await skip_events(feed)
         await group.start("a")
         await group.set("b", {key_of(0): "more"})
         await until_updated(feed)

@@ -51,19 +51,19 @@ def bus_of(server: Server) -> EventBus:
 
 @asynccontextmanager
 async def feed_of(server: Server, consumer: str = "c", **options: Any) -> AsyncIterator[EventFeed]:
-    """A feed that is registered, and has looked at everything."""
+    """A registered feed that has received "look at everything"."""
     async with follow_events(server.url(), consumer=consumer, **options) as feed:
-        assert await told(feed) == EVERYTHING
+        assert await next_told(feed) == EVERYTHING
         yield feed
 
 
-async def told(feed: EventFeed) -> BucketEvent | LookAtEverything:
+async def next_told(feed: EventFeed) -> BucketEvent | LookAtEverything:
     with trio.fail_after(20):
         return await anext(feed)
 
 
 async def event(feed: EventFeed) -> BucketEvent:
-    bucket_event = await told(feed)
+    bucket_event = await next_told(feed)
     assert isinstance(bucket_event, BucketEvent)
     return bucket_event
 
@@ -75,8 +75,9 @@ async def until(feed: EventFeed, bucket: str) -> BucketEvent:
     return bucket_event
 
 
-async def nothing_is_told(feed: EventFeed, client: Client) -> None:
-    """What is told next is of something else that is done now."""
+async def check_no_event(feed: EventFeed, client: Client) -> None:
+    """Checks that there is no event of earlier operations: the next event is that of a new
+    bucket."""
     await client.create_bucket("mark")
     assert (await event(feed)).bucket == "mark"
     await client.delete_bucket("mark")
@@ -136,7 +137,7 @@ async def test_a_failed_operation_is_not_an_update(server: Server) -> None:
     async with connect(server.url("b")) as client, feed_of(server) as feed:
         with pytest.raises(ServerError):
             await client.replace("_design/missing", "v")
-        await nothing_is_told(feed, client)
+        await check_no_event(feed, client)
 
 
 async def test_a_filter_leaves_out_other_events(server: Server) -> None:
@@ -176,10 +177,10 @@ async def test_a_consumer_that_returns_receives_what_it_missed(server: Server) -
         await client.set("k", "v")
         await client.create_bucket("meanwhile")
         async with follow_events(server.url(), consumer="c") as feed:
-            # It did not say that it has looked at everything: it is told again.
-            assert await told(feed) == EVERYTHING
+            # It has not acknowledged the first "look at everything", so it receives that again.
+            assert await next_told(feed) == EVERYTHING
             assert {(await event(feed)).bucket, (await event(feed)).bucket} == {"b", "meanwhile"}
-            await nothing_is_told(feed, client)
+            await check_no_event(feed, client)
         await client.delete_bucket("meanwhile")
         async with follow_events(server.url(), consumer="c") as feed:
             bucket_event = await until(feed, "meanwhile")
@@ -204,7 +205,7 @@ async def test_a_second_follower_takes_over_the_name(server: Server) -> None:
             assert refusal.value.status is Status.SUPERSEDED
 
         nursery.start_soon(superseded)
-        await eventually(lambda: bus_of(server).statistics()["asking"] == 1, "it asks")
+        await eventually(lambda: bus_of(server).statistics()["asking"] == 1, "it waits for events")
         async with (
             follow_events(server.url(), consumer="c") as second,
             connect(server.url("b")) as client,
@@ -220,7 +221,7 @@ async def test_a_consumer_that_stops_asking_costs_one_batch(server: Server) -> N
         first = await event(feed)
         for index in range(200):
             await client.set("k", str(index))
-        # There is one batch, and one counter; another is of the server's own consumer.
+        # One batch and one counter are kept, and a counter for the server's own consumer.
         assert bus.statistics()["unacknowledged"] == 1
         counters = bus.statistics()["counters"]
         assert isinstance(counters, int)
@@ -231,9 +232,9 @@ async def test_a_consumer_that_stops_asking_costs_one_batch(server: Server) -> N
         assert updates == 201
 
 
-async def test_more_design_documents_than_are_named(server: Server) -> None:
+async def test_too_many_changed_design_documents_are_reported_as_any(server: Server) -> None:
     async with publisher(server.url("b")) as publishing, feed_of(server) as feed:
-        # Nobody asks meanwhile, so all of them are told at once.
+        # The feed does not ask for events meanwhile, so all of them are reported at once.
         for index in range(DESIGNS_MAX + 50):
             await publishing.set(f"_design/{index}", "{}")
         await publishing.flush()
@@ -252,22 +253,22 @@ async def test_a_clean_restart_loses_nothing_and_a_crash_says_so(tmp_path: Path)
         follow_events(server.url(), consumer="c") as feed,
         connect(server.url("b")) as client,
     ):
-        # The first was not acknowledged.
+        # The event of `b` was not acknowledged.
         assert {(await event(feed)).bucket, (await event(feed)).bucket} == {"b", "meanwhile"}
         await client.set("k", "v")
         assert (await event(feed)).incarnation == incarnation
         assert not (tmp_path / "event-queues").exists()
-    # So it is after a crash.
+    # Without the file it is as after a crash.
     (tmp_path / "event-queues").unlink()
     async with (
         started_server(config) as server,
         follow_events(server.url(), consumer="c") as feed,
     ):
-        assert await told(feed) == EVERYTHING
+        assert await next_told(feed) == EVERYTHING
 
 
 async def test_a_run_without_a_bus_has_consumers_look_at_everything() -> None:
-    """Nobody counts for them meanwhile, so what an earlier run counted is not all."""
+    """A run without an event bus counts nothing, so the queues of an earlier run are incomplete."""
     directory = SimulatedDirectory()
     for events, expected in ((True, EVERYTHING), (True, None), (False, None), (True, EVERYTHING)):
         config = ServerConfig(listen="127.0.0.1:0", events=events, buckets=CONFIG.buckets)
@@ -277,10 +278,10 @@ async def test_a_run_without_a_bus_has_consumers_look_at_everything() -> None:
             if not events:
                 continue
             async with follow_events(server.url(), consumer="c") as feed:
-                first = await told(feed)
+                first = await next_told(feed)
                 assert (first == EVERYTHING) is (expected == EVERYTHING)
                 with trio.move_on_after(0.2):
-                    await told(feed)
+                    await next_told(feed)
 
 
 async def test_a_feed_survives_a_restart_of_the_server(tmp_path: Path) -> None:
@@ -292,10 +293,10 @@ async def test_a_feed_survives_a_restart_of_the_server(tmp_path: Path) -> None:
         for index in range(2):
             async with started_server(config) as server:
                 if not index:
-                    assert await told(feed) == EVERYTHING
+                    assert await next_told(feed) == EVERYTHING
                 async with connect(server.url("b")) as client:
                     await client.set("k", "v")
-                # The second server has its queues from the first.
+                # The second server restores the queues of the first.
                 while not (await event(feed)).updates:
                     pass
 
@@ -311,44 +312,44 @@ async def test_a_wrong_request_is_refused_and_the_connection_stays_open(server: 
     ):
         async with follow_events(server.url(), **options) as feed:
             with pytest.raises(ServerError, match=message) as refusal:
-                await told(feed)
+                await next_told(feed)
             assert refusal.value.status is Status.BAD_ARGUMENT
 
 
-async def test_only_so_many_consumers_are_kept(server: Server) -> None:
+async def test_a_consumer_above_the_limit_is_refused(server: Server) -> None:
     async with AsyncExitStack() as stack:
         for index in range(CONSUMERS_MAX):
             await stack.enter_async_context(feed_of(server, f"c{index}"))
         async with follow_events(server.url(), consumer="one-more") as feed:
             with pytest.raises(ServerError) as refusal:
-                await told(feed)
+                await next_told(feed)
             assert refusal.value.status is Status.LIMIT_REACHED
-        # The name that was refused has left nothing behind.
+        # The refused consumer is not registered.
         assert bus_of(server).statistics()["consumers"] == CONSUMERS_MAX
 
 
-async def test_a_server_without_a_bus_says_so() -> None:
+async def test_a_server_without_a_bus_refuses_requests_for_events() -> None:
     config = ServerConfig(listen="127.0.0.1:0", events=False, buckets=CONFIG.buckets)
     async with running_server(config, SimulatedStore()) as server:
         async with connect(server.url("b")) as client:
             await client.set("_design/x", "v")
         async with follow_events(server.url(), consumer="c") as feed:
             with pytest.raises(ServerError) as refusal:
-                await told(feed)
+                await next_told(feed)
             assert refusal.value.status is Status.UNSUPPORTED
 
 
-async def test_a_feed_that_is_left_and_one_without_a_server(server: Server) -> None:
+async def test_a_closed_feed_and_a_feed_without_a_server_raise_errors(server: Server) -> None:
     async with feed_of(server) as feed:
         pass
     with pytest.raises(ClosedError):
-        await told(feed)
+        await next_told(feed)
     async with follow_events("upr://127.0.0.1:1", consumer="c", retry_timeout_s=0) as feed:
         with pytest.raises(BrokenError):
-            await told(feed)
+            await next_told(feed)
 
 
-def test_a_question_fits_into_a_small_frame() -> None:
+def test_a_request_for_events_fits_into_a_small_frame() -> None:
     assert MESSAGES[NextEvents.opcode].body_bytes_max <= 4096
 
 
@@ -363,8 +364,9 @@ async def test_a_consumer_with_another_filter_looks_at_everything(
                 await client.delete_bucket(f"other-{index}")
             await client.set("k", "v")
             assert (await event(feed)).bucket == "b"
-        # What the filter left out was not counted; so the next one begins with everything.
+        # Events that the old filter excluded were not counted, so a new filter begins with "look at
+        # everything".
         async with follow_events(server.url(), consumer="c", pattern="new*") as feed:
-            assert await told(feed) == EVERYTHING
+            assert await next_told(feed) == EVERYTHING
             await client.create_bucket("new")
             assert (await event(feed)).bucket == "new"

@@ -1,4 +1,4 @@
-"""The node's own consumers, and the callbacks that share them, in the time of a mock clock."""
+"""The node's own consumers, and the callbacks that share them, with a mock clock."""
 
 from __future__ import annotations
 
@@ -65,7 +65,8 @@ async def test_callbacks_share_a_queue_and_each_has_its_filter(
         BucketEvent(name, incarnation, BucketFate.DELETED)
         for incarnation, name in ((1, "abc"), (2, "b"))
     ]
-    # Each begins by looking at everything, and the consumer's registration says so once more.
+    # Each callback begins with "look at everything", and the consumer's registration causes another
+    # one.
     assert all(batches[0] == EVERYTHING for batches in received.values())
     assert {name: events_of(batches) for name, batches in received.items()} == {
         "all": [*created, deleted[1], deleted[0]],
@@ -73,7 +74,7 @@ async def test_callbacks_share_a_queue_and_each_has_its_filter(
         "named": [created[0], deleted[0]],
         "late": [deleted[0]],
     }
-    # They are one consumer, which is none of those that come over connections.
+    # The callbacks share one consumer, which does not count as a consumer of a connection.
     assert bus.statistics()["consumers"] == 0
     counters = bus.statistics()["counters"]
     assert isinstance(counters, int)
@@ -164,7 +165,7 @@ class StepCounter(trio.abc.Instrument):
         self.steps += 1
 
 
-async def test_a_long_queue_is_delivered_in_batches_and_others_have_their_turn_between(
+async def test_a_long_queue_is_delivered_in_batches_and_other_tasks_run_between(
     autojump_clock: MockClock, bus: EventBus, buckets: Buckets
 ) -> None:
     batches: list[EventBatch] = []
@@ -187,7 +188,7 @@ async def test_a_long_queue_is_delivered_in_batches_and_others_have_their_turn_b
     assert len(set(told_in_steps)) == len(batches)
 
 
-async def test_callbacks_that_share_a_queue_have_what_one_of_them_wants_counted(
+async def test_a_shared_queue_counts_what_any_of_its_callbacks_accepts(
     autojump_clock: MockClock, bus: EventBus, buckets: Buckets
 ) -> None:
     received: list[EventBatch] = []

@@ -1,10 +1,11 @@
-"""Nodes and consumers that crash, against what is so: after quiet every live consumer knows of
-every bucket what became of it last, that it was updated if it was, and its design documents.
+"""Nodes and consumers crash, and what consumers know is compared with the buckets.
 
-A consumer here keeps what it knows of each bucket up to date by what it is told, and by nothing
-else: told of an update it reads the bucket, told of a design document it reads that, and told to
-look at everything it does. The engine is the real one, with its hooks; so are producer, feeds and
-queues.
+When a consumer has received all events, it knows which buckets exist, and has read each bucket and
+each design document after its last change.
+
+A consumer here reads only what events tell it to read: the bucket after an update, a design
+document after an event that names it, and everything after "look at everything". The engine and its
+hooks, the producer, the feeds and the queues are the real ones.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ ALL: Final = EventFilter()
 
 
 class Listener:
-    """The engine's listener, through restarts of the node."""
+    """The engine's listener, which stays the same when the node restarts."""
 
     def __init__(self) -> None:
         self.producer: Producer | None = None
@@ -62,9 +63,9 @@ class Knowledge:
     """What a consumer knows of a bucket.
 
     Attributes:
-        incarnation: Which one of that name there is.
-        read: The partition's number when it was read last.
-        designs: The number of each design document when that was read last.
+        incarnation: Which of the buckets of that name it is.
+        read: The partition's highest sequence number when the bucket was last read.
+        designs: The sequence number of each design document when it was last read.
     """
 
     incarnation: int
@@ -73,8 +74,8 @@ class Knowledge:
 
 
 class Client:
-    """A consumer with what it knows. It may know of buckets that are there no more only until it
-    is told."""
+    """A consumer and what it knows. Until it receives the event of a deletion, it may know of
+    deleted buckets."""
 
     def __init__(self, name: str, buckets: Buckets) -> None:
         self.name = name
@@ -84,7 +85,7 @@ class Client:
         self._buckets = buckets
 
     def follows(self, bucket: str) -> bool:
-        """Whether its filter lets the bucket's events through."""
+        """Whether its filter accepts events of the bucket."""
         return bool(self.event_filter.kinds_of(bucket))
 
     def take(self, batch: EventBatch) -> None:
@@ -104,7 +105,8 @@ class Client:
     def _take(self, event: BucketEvent) -> None:
         knowledge = self.knows.get(event.bucket)
         if event.fate is BucketFate.DELETED:
-            # Whichever of that name it knew: an earlier one's end may not have been told.
+            # Also if it knew an earlier bucket of that name, whose deletion may not have been
+            # reported.
             self.knows.pop(event.bucket, None)
             return
         if event.fate is BucketFate.CREATED and (
@@ -115,7 +117,7 @@ class Client:
             return
         bucket = self._buckets.get(event.bucket)
         if bucket is None or bucket.incarnation != event.incarnation:
-            return  # it is gone, and that is about to be told
+            return  # it was deleted, and the event will follow
         now = everything_of(bucket)
         if event.updates:
             knowledge.read = now.read
@@ -144,7 +146,7 @@ class BusMachine(RuleBasedStateMachine):
         for name in NAMES:
             self.create(name)
         for name in CONSUMERS:
-            for _ in range(2):  # all registered, and that acknowledged
+            for _ in range(2):  # all registered, and the first batch acknowledged
                 self.poll(name)
 
     def start_node(self, queues: EventQueues) -> None:
@@ -218,7 +220,7 @@ class BusMachine(RuleBasedStateMachine):
                 wait_s=0,
             )
 
-        # The clock of each run begins at 0, as if no time had passed since the question before.
+        # Each run has its own clock, so no time passes between two requests.
         return trio.run(ask, clock=MockClock())
 
     @rule(name=st.sampled_from(CONSUMERS))
@@ -232,7 +234,7 @@ class BusMachine(RuleBasedStateMachine):
 
     @rule(name=st.sampled_from(CONSUMERS))
     def kill_a_consumer(self, name: str) -> None:
-        # What it knows it has kept, and what it has acknowledged it has not.
+        # It keeps what it knows, and forgets what it has acknowledged.
         self.clients[name].acknowledged = 0
 
     @rule(name=st.sampled_from(CONSUMERS), pattern=st.sampled_from(("*", "a", "b*")))
@@ -248,7 +250,7 @@ class BusMachine(RuleBasedStateMachine):
             self.queues.remove_dead(self.now)
         self.clients[name] = Client(name, self.buckets)
 
-    # What must be so.
+    # Checks.
 
     @invariant()
     def queues_are_bounded(self) -> None:

@@ -1,4 +1,5 @@
-"""The packed counter: what the operations come to, and why a counter belongs to an incarnation."""
+"""The packed counter: which values its operations give, and why each incarnation of a bucket has
+its own."""
 
 from __future__ import annotations
 
@@ -31,11 +32,12 @@ def applied(value: int, *operations: str) -> int:
 
 
 @st.composite
-def lives(draw: st.DrawFn) -> Sequence[str]:
-    """What one incarnation can meet, from its creation or some time after it on."""
-    life = ["create"] if draw(st.booleans()) else []
-    life += ["update"] * draw(st.integers(0, 5))
-    return life + (["delete"] if draw(st.booleans()) else [])
+def incarnation_operations(draw: st.DrawFn) -> Sequence[str]:
+    """The operations that a counter may see of one incarnation, from its creation or from later
+    on."""
+    operations = ["create"] if draw(st.booleans()) else []
+    operations += ["update"] * draw(st.integers(0, 5))
+    return operations + (["delete"] if draw(st.booleans()) else [])
 
 
 def test_the_values_equal_the_table() -> None:
@@ -49,18 +51,18 @@ def test_the_values_equal_the_table() -> None:
 
 
 def test_a_late_update_hides_a_creation_where_both_have_one_value() -> None:
-    # A maximum does not lower a value: with one value for a bucket's name, the creation would read
-    # as an update.
+    # A creation takes the maximum of two values, so it does not lower the counter. If two
+    # incarnations shared a counter, the creation would read as an update.
     assert unpack(applied(IDLE, "update", "create")) == (BucketFate.NONE, 1)
-    # With a value of its own the creation is told.
+    # With a counter of its own, the creation is reported.
     assert unpack(applied(IDLE, "create")) == (BucketFate.CREATED, 0)
 
 
-@given(lives())
-def test_within_an_incarnation_nothing_is_misread(life: Sequence[str]) -> None:
-    fate, updates = unpack(applied(IDLE, *life))
-    if "delete" in life:
+@given(incarnation_operations())
+def test_within_an_incarnation_nothing_is_misread(operations: Sequence[str]) -> None:
+    fate, updates = unpack(applied(IDLE, *operations))
+    if "delete" in operations:
         assert (fate, updates) == (BucketFate.DELETED, 0)
     else:
-        assert fate is (BucketFate.CREATED if "create" in life else BucketFate.NONE)
-        assert updates == life.count("update")
+        assert fate is (BucketFate.CREATED if "create" in operations else BucketFate.NONE)
+        assert updates == operations.count("update")

@@ -39,7 +39,7 @@ def new_queue() -> EventQueue:
 
 
 def polled(queue: EventQueue, keys_max: int = 3) -> list[BucketEvent]:
-    """What polls give until the queue was looked at to its end."""
+    """The events of all polls until one has reached the end of the queue."""
     events: list[BucketEvent] = []
     is_all = False
     while not is_all:
@@ -88,7 +88,7 @@ def test_a_deletion_after_a_poll_is_delivered() -> None:
     )
 )
 def test_a_poll_and_its_reset_lose_no_update(steps: list[tuple[str, str | int]]) -> None:
-    """Whenever a poll comes, and however early it stops, each update is told exactly once."""
+    """Whenever a poll happens, and however early it stops, each update is reported exactly once."""
     queue = new_queue()
     update_counts: Counter[str] = Counter()
     received: Counter[str] = Counter()
@@ -107,7 +107,7 @@ def test_a_poll_and_its_reset_lose_no_update(steps: list[tuple[str, str | int]])
 
 
 def test_a_poll_that_stops_early_continues_with_the_remaining_buckets() -> None:
-    """Also where those that were told are updated all the time."""
+    """This also holds if the reported buckets are updated all the time."""
     queue = new_queue()
     for bucket in "abcde":
         queue.count_updates(bucket, 1, ())
@@ -120,7 +120,7 @@ def test_a_poll_that_stops_early_continues_with_the_remaining_buckets() -> None:
     assert buckets[:5] == ["a", "b", "c", "d", "e"]
 
 
-def test_one_poll_tells_of_so_many_keys_but_of_its_first_bucket_whole() -> None:
+def test_a_poll_has_a_limit_of_keys_but_reports_its_first_bucket_completely() -> None:
     queue = new_queue()
     for bucket in "ab":
         queue.count_updates(bucket, 1, tuple(b"_design/%d" % index for index in range(5)))
@@ -150,8 +150,8 @@ def test_only_what_the_filters_let_through_is_counted() -> None:
 
 
 def test_counting_compiles_no_pattern(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The longest take 3 ms each. An event of a new bucket is counted for all consumers at once,
-    and whoever may ask for events could have made the server forget the others' patterns."""
+    """The longest patterns take 3 ms each to compile. An event of a new bucket is counted for all
+    consumers at once, and a client could have filled the cache of compiled patterns with others."""
     queue = EventQueue(TIMEOUT_S, 0.0, (EventFilter(pattern="b*"),))
     queue.set_filters((EventFilter(pattern="c*"),))
     bucket_event._expression.cache_clear()
@@ -179,12 +179,12 @@ def test_a_filter_takes_bounded_memory_however_many_buckets_there_are() -> None:
     for number in range(2 * _KINDS_REMEMBERED_MAX):
         queue.count_creation("ab"[number % 2] + str(number), number)
         lengths.append(len(queue._kinds))
-    # It remembers what it may: an update of a bucket that it knows is looked up once.
+    # The queue remembers as many buckets as it may, so it evaluates the filters once for each.
     assert max(lengths) == _KINDS_REMEMBERED_MAX
     assert len(queue.counters) == _KINDS_REMEMBERED_MAX
 
 
-def test_an_earlier_bucket_does_not_hide_a_later_one_whose_creation_is_not_wanted() -> None:
+def test_an_earlier_bucket_does_not_hide_a_later_one_whose_creation_is_filtered_out() -> None:
     queue = new_queue()
     queue.set_filters((EventFilter(EventKind.UPDATED),))
     queue.count_updates("b", 1, ())
@@ -203,15 +203,15 @@ def test_too_many_design_documents_are_reported_as_any() -> None:
     queue.count_updates("b", 1, (b"_design/more",))
     queue.count_updates("b", 1, (b"_design/even more",))
     assert [event.designs for event in polled(queue)] == [(ANY_DESIGN,)]
-    # The next ones are named again.
+    # After that poll, design documents are named again.
     queue.count_updates("b", 1, (b"_design/more",))
     assert [event.designs for event in polled(queue)] == [(b"_design/more",)]
 
 
-def test_no_queue_goes_through_more_design_documents_than_it_names(
+def test_no_queue_processes_more_design_documents_than_it_names(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A bundle may change thousands, and there may be a hundred queues."""
+    """A bundle may change thousands of design documents, and there may be a hundred queues."""
     counted: list[Sequence[bytes]] = []
 
     def count(_queue: EventQueue, *arguments: Any) -> None:
@@ -240,7 +240,7 @@ def test_a_late_update_of_the_bucket_before_does_not_hide_a_creation() -> None:
     queue.count_creation("b", 2)
     queue.count_updates("b", 1, ())
     queue.count_deletion("b", 1)
-    # With one counter for both, a deletion would be told, and no creation.
+    # With one counter for both buckets, the poll would report a deletion and no creation.
     assert polled(queue) == [BucketEvent("b", 2, BucketFate.CREATED)]
 
 
@@ -275,7 +275,7 @@ def test_a_consumer_that_missed_too_many_deleted_buckets_looks_at_everything(
         producer.bucket_created(bucket)
         producer.bucket_deleted(bucket)
         assert (queues.get("absent") is None) == (number > 20)
-        # One at a time.
+        # Only one consumer is removed at a time.
         assert (queues.get("away") is None) == (number > 21)
     assert queues.report_health("absent", TIMEOUT_S, now=1.0) is None
     assert all(queues.get(consumer) is not None for consumer in ("asking", ".own"))
@@ -345,7 +345,7 @@ def test_the_number_of_event_consumers_is_bounded() -> None:
         queues.register(f"c{index}", TIMEOUT_S, now=0.0)
     with pytest.raises(TooManyConsumersError, match="already has 100 event consumers"):
         queues.register("one more", TIMEOUT_S, now=0.0)
-    # Those that nodes have for themselves are neither counted nor refused.
+    # A node's own consumers are neither counted nor refused.
     queues.register(".own", TIMEOUT_S, now=5.0)
     assert queues.consumer_count == CONSUMERS_MAX
     queues.remove_dead(TIMEOUT_S)

@@ -1,4 +1,4 @@
-"""A replica tells of what it takes over."""
+"""A replica reports events of the changes that it receives."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from upr_protocol.bucket_event import BucketEvent
 from upr_protocol.client import LookAtEverything, connect, follow_events
 
 
-async def test_a_replica_tells_of_what_it_has_on_disk() -> None:
+async def test_a_replica_reports_changes_that_it_has_on_disk() -> None:
     async with cluster("ab") as pair:
         await pair.quiet()
         replica = pair.nodes["b"].server
