@@ -1,1 +1,1 @@
-"""What the tests of whole processes are made of."""
+"""Helpers that the tests share."""

@@ -1,4 +1,4 @@
-"""The names of public functions that are asynchronous, or give asynchronous contexts."""
+"""The names of public functions that are asynchronous, or return asynchronous context managers."""
 
 from __future__ import annotations
 
@@ -13,19 +13,20 @@ _OPERATORS = {"__anext__", "__call__"}
 
 
 def name_of(function: Callable[..., object]) -> str:
-    """`module.Class.function`, as `cancelled_at_each_step` names what it has met."""
+    """`module.Class.function`, as `cancelled_at_each_step` names the functions that it
+    cancelled."""
     function = inspect.unwrap(function)
     return f"{function.__module__}.{function.__qualname__}"
 
 
 def exported(module: ModuleType) -> set[str]:
-    """Those of what a package exports."""
+    """The names among what a package exports."""
     things = (getattr(module, name) for name in module.__all__)
     return {name for thing in things for name in _names(thing)}
 
 
 def below(*packages: str) -> set[str]:
-    """Those of all modules of packages."""
+    """The names in all modules of packages."""
     return {name for package in packages for name in _below(importlib.import_module(package))}
 
 

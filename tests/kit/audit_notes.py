@@ -6,7 +6,7 @@ from upr_server.runtime import AuditLog
 
 
 class AuditNotes(AuditLog):
-    """What is noted, as it is.
+    """Keeps audit notes unchanged.
 
     Attributes:
         notes: Each event, and its fields.
@@ -16,5 +16,5 @@ class AuditNotes(AuditLog):
         self.notes: list[tuple[str, dict[str, object]]] = []
 
     def note(self, event: str, **fields: object) -> None:
-        """Keeps it."""
+        """Keeps an event."""
         self.notes.append((event, fields))

@@ -1,4 +1,4 @@
-"""What every history of a fake server had, also of those that it left."""
+"""The mutations of every history of a fake server, including histories that it has left."""
 
 from __future__ import annotations
 
@@ -8,21 +8,21 @@ from upr_protocol.ids import Operation, PartitionId
 
 
 class Branches:
-    """Remembers what is lost when partitions fail over.
+    """Keeps the mutations that are lost when partitions fail over.
 
     Args:
-        server: The server; it fails over through this.
+        server: The server. Its failovers must be made with `fail_over`.
     """
 
     def __init__(self, server: FakeServer) -> None:
         self._server = server
         self._left: dict[int, list[Mutation]] = {}
         self._ids: dict[int, list[int]] = {}
-        """By partition its histories, oldest first."""
+        """By partition, the IDs of its histories, oldest first."""
         self.failovers = 0
 
     def fail_over(self, partition_id: int, end: int) -> None:
-        """A partition begins a new history at the number `end`."""
+        """A partition begins a new history after the sequence number `end`."""
         partition = self._server.partitions[partition_id]
         self._left[partition.log.current] = list(partition.history)
         self.failovers += 1
@@ -31,7 +31,7 @@ class Branches:
         partition.fail_over(ids[-1], end)
 
     def had_since(self, partition: PartitionId, history_id: int) -> set[tuple[bytes, int, bytes]]:
-        """(key, number, value) of every mutation that a history had, or a later one."""
+        """(key, sequence number, value) of every mutation of a history or of a later one."""
         ids = self._ids.get(partition, [history_id])
         return {
             (mutation.key, mutation.seq, mutation.value)
@@ -40,12 +40,13 @@ class Branches:
         }
 
     def history(self, partition: PartitionId, history_id: int) -> list[Mutation]:
-        """Every mutation that led to where the history is, or was when it was left."""
+        """Every mutation of a history, to its present end, or to the end that it had when it was
+        left."""
         fake = self._server.partitions[partition]
         return fake.history if fake.log.current == history_id else self._left[history_id]
 
     def contents(self, partition: PartitionId, history_id: int, through: int) -> dict[bytes, bytes]:
-        """Key -> value of the history through the number `through`."""
+        """Key -> value in a history, as of the sequence number `through`."""
         items: dict[bytes, bytes] = {}
         for mutation in self.history(partition, history_id):
             if mutation.seq > through:

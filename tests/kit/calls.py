@@ -1,4 +1,4 @@
-"""What work costs, in calls of functions: a count that no load of the machine changes."""
+"""Measures work in calls of functions: this count does not depend on the load of the machine."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def calls_of(action: Callable[[], object]) -> int:
         nonlocal count
         count += event in ("call", "c_call")
 
-    gc.disable()  # Hypothesis listens to it, and that would be counted
+    gc.disable()  # Hypothesis hooks into the garbage collector, and its calls would be counted
     sys.setprofile(profile)
     try:
         action()

@@ -1,4 +1,4 @@
-"""Cancelling a piece of work at every step that it makes."""
+"""Cancels a piece of work at each of its steps."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ REST_S: Final = 60.0
 
 @attrs.frozen
 class Cancellations:
-    """What was tried.
+    """Where the work was cancelled.
 
     Attributes:
         times: How often the work was cancelled.
-        inside: In what it was cancelled: `module.Class.function` of all that was waited for.
+        inside: The functions in which it was cancelled, as `module.Class.function`.
     """
 
     times: int
     inside: frozenset[str]
 
     def check_inside(self, *functions: Callable[..., object]) -> None:
-        """It was cancelled while it was in each of these."""
+        """Checks that it was cancelled inside each of these functions."""
         missing_names = {name_of(function) for function in functions} - self.inside
         assert not missing_names, f"it was never cancelled in {sorted(missing_names)}"
 
@@ -42,7 +42,7 @@ class _Canceller(trio.abc.Instrument):
     """Cancels a scope before a step of any task.
 
     Attributes:
-        inside: What `task` and the tasks below it waited for then.
+        inside: The functions in which `task` and its child tasks waited at that moment.
     """
 
     def __init__(self, scope: trio.CancelScope) -> None:
@@ -64,7 +64,7 @@ class _Canceller(trio.abc.Instrument):
 
 
 class _CancelAfter(_Canceller):
-    """Cancels once so many steps were made."""
+    """Cancels after so many steps."""
 
     def __init__(self, scope: trio.CancelScope, steps: int) -> None:
         super().__init__(scope)

@@ -1,7 +1,7 @@
-"""What must be true of every history: I1 to I9, I12, I13 and events of docs/guarantees.md.
+"""Checks that a history keeps the promises I1 to I9, I12, I13 and events of docs/guarantees.md.
 
-A checker is given one event after the other, and then asked for more. What it raises names the
-promise that was broken. Histories of simulated clusters and of real processes are the same to it.
+A checker takes one event after the other, and some check more at the end. The error that it raises
+names the broken promise. It works for histories of simulated clusters and of real processes.
 """
 
 from __future__ import annotations
@@ -49,19 +49,19 @@ _SEQ: Final = attrgetter("seq")
 Items = dict[bytes, tuple[SeqNo, bytes]]
 
 MEMORY_S: Final = 10.0
-"""What replicas have in memory only is on disk after so long; within it, the second machine that is
-lost may be the one that had it."""
+"""After so long, changes that replicas had only in memory are on disk. Before that, the loss of a
+second machine may lose them."""
 
 
 STREAMED_STATES: Final = (PartitionState.ACTIVE, PartitionState.REPLICA)
-"""In other states a copy may be stale, or about to be left behind."""
+"""In other states a copy may be outdated, or about to become so."""
 
 
 class BrokenPromiseError(AssertionError):
     """A promise was broken.
 
     Attributes:
-        promise: Which: `I5`, for instance.
+        promise: The name of the promise: `I5`, for instance.
     """
 
     def __init__(self, promise: str, sentence: str) -> None:
@@ -115,7 +115,8 @@ def check_received(history: History) -> None:
 
 
 def check_replicas_agree(finals: Iterable[FinalState]) -> None:
-    """I9: after healing and quiet all copies of a partition are the same."""
+    """I9: once all faults have ended and nothing is written, all copies of a partition are
+    equal."""
     first: dict[PartitionId, FinalState] = {}
     for final in finals:
         other_final = first.setdefault(final.partition, final)
@@ -133,7 +134,7 @@ def check_replicas_agree(finals: Iterable[FinalState]) -> None:
 
 
 def differences(actual: Items, expected: Items) -> str:
-    """The keys of two contents that differ, some of them."""
+    """Some of the keys whose values differ between two contents."""
     keys = sorted(k for k in actual.keys() | expected.keys() if actual.get(k) != expected.get(k))
     return "; ".join(
         f"{key!r} is {actual.get(key)!r:.60}, not {expected.get(key)!r:.60}" for key in keys[:5]
@@ -141,7 +142,7 @@ def differences(actual: Items, expected: Items) -> str:
 
 
 def apply(items: Items, rows: Iterable[Row]) -> None:
-    """What changes make of contents."""
+    """Applies changes to contents."""
     for row in rows:
         if row.op is Operation.SET:
             items[row.key] = (row.seq, row.value)
@@ -150,7 +151,8 @@ def apply(items: Items, rows: Iterable[Row]) -> None:
 
 
 class Truth:
-    """Every change that an active has ever given a number, by branch: I2, I4 and I8."""
+    """All changes to which active nodes have given sequence numbers, by partition and history:
+    checks I2, I4 and I8."""
 
     def __init__(self) -> None:
         self._rows: dict[tuple[PartitionId, HistoryId], list[Row]] = defaultdict(list)
@@ -160,7 +162,7 @@ class Truth:
         self._folded: dict[tuple[PartitionId, tuple[tuple[int, int], ...]], _Fold] = {}
 
     def take(self, event: Event) -> None:
-        """The next event."""
+        """Takes the next event."""
         if isinstance(event, Sent):
             if event.value is not None:
                 self._sent.add(event.value)
@@ -174,8 +176,8 @@ class Truth:
                     )
 
     def learn(self, history: History) -> None:
-        """Of a cluster that nobody looked into: takes what consumers were told for what there was.
-        So they are compared with each other, and with what was sent."""
+        """For a cluster whose nodes record no events: takes what consumers received as what was
+        accepted. So consumers are compared with each other, and with what was sent."""
         under_way: dict[tuple[str, PartitionId], list[Row]] = defaultdict(list)
         rows_of: dict[tuple[PartitionId, HistoryId], dict[SeqNo, Row]] = defaultdict(dict)
         for event in history:
@@ -209,8 +211,8 @@ class Truth:
             )
         before = self._by.get(where, copy_id)
         self._by[where] = copy_id
-        # A takeover hands the history on, and another back. Of two that both had it, one would give
-        # a number that was given already.
+        # A takeover moves a history to another node, and the next may move it back. If two nodes
+        # were active in one history, one would give a sequence number that was already given.
         if rows and row.seq != rows[-1].seq + 1:
             raise BrokenPromiseError(
                 "I8",
@@ -223,7 +225,7 @@ class Truth:
             raise BrokenPromiseError("I2", f"{event.node} took in {row}, which nobody sent")
 
     def items(self, partition: PartitionId, log: FailoverLog, end: SeqNo) -> Items:
-        """What a partition held at `end` in the history that this log tells of."""
+        """The items of a partition at `end`, in the history to which this failover log belongs."""
         pairs = tuple(log.up_to(end).pairs())
         fold = self._folded.get((partition, pairs))
         if fold is None or fold.end > end:
@@ -248,7 +250,7 @@ class _Fold:
 
 @attrs.define
 class _Copy:
-    """What a consumer has of a partition."""
+    """A consumer's copy of a partition."""
 
     seq: SeqNo = SeqNo(0)
     items: Items = attrs.field(factory=dict)
@@ -257,10 +259,10 @@ class _Copy:
 
 
 class Snapshots:
-    """What consumers are told: I3, I5, I6 and I7.
+    """Checks what consumers receive: I3, I5, I6 and I7.
 
     Attributes:
-        truth: To compare with.
+        truth: What the copies are compared with.
     """
 
     truth: Truth
@@ -269,7 +271,7 @@ class Snapshots:
         self._copies: dict[tuple[str, PartitionId], _Copy] = defaultdict(_Copy)
 
     def take(self, event: Event) -> None:
-        """The next event."""
+        """Takes the next event."""
         if isinstance(event, Began):
             self._began(event)
         elif isinstance(event, Received):
@@ -335,8 +337,9 @@ class Snapshots:
 
 
 class Ends:
-    """A consumer that asked for "now" has, at the end, all that was acknowledged before it asked:
-    I6. What another history has is not its node's to know."""
+    """Checks I6: when a consumer asked for the changes up to "now", it has at the end all changes
+    that were acknowledged before it asked. Changes of another history do not count, because its
+    node need not know them."""
 
     def __init__(self) -> None:
         self._acknowledged: list[Answered] = []
@@ -344,7 +347,7 @@ class Ends:
         """By consumer, how much had been acknowledged when it asked."""
 
     def take(self, event: Event) -> None:
-        """The next event."""
+        """Takes the next event."""
         if isinstance(event, Answered) and event.done:
             self._acknowledged.append(event)
         elif isinstance(event, AskedForNow):
@@ -362,15 +365,16 @@ class Ends:
 
 
 class EventsTold:
-    """A consumer of events hears, after each change of a design document, that it changed, or that
-    any may have changed; and after each new history that any may have."""
+    """Checks that a consumer of events receives, after each change of a design document, an event
+    that names it, or says that any may have changed; and after each new history, one of the latter
+    kind."""
 
     def __init__(self) -> None:
         self._owed: dict[str, dict[bytes, float]] = {}
-        """By consumer, what it has yet to be told, each with the time at which that happened."""
+        """By consumer, the design documents whose events are missing, with the times of change."""
 
     def take(self, time_s: float, event: Event) -> None:
-        """The next event."""
+        """Takes the next event."""
         if isinstance(event, Follows):
             self._owed.setdefault(event.consumer, {ANY_DESIGN: time_s})
         elif isinstance(event, Accepted):
@@ -390,7 +394,7 @@ class EventsTold:
 
     @property
     def missing(self) -> str:
-        """What a consumer was not told; empty if all were told everything."""
+        """The events that consumers have not received; empty if there are none."""
         return "; ".join(
             f"{consumer} was told nothing of {design!r} after {time_s:.3f}"
             for consumer, owed in self._owed.items()
@@ -398,7 +402,7 @@ class EventsTold:
         )
 
     def check(self) -> None:
-        """Raises `BrokenPromiseError` if something was not told."""
+        """Raises `BrokenPromiseError` if an event is missing."""
         if self.missing:
             raise BrokenPromiseError("events", self.missing)
 
@@ -412,8 +416,8 @@ class _Operation:
 
 
 class Durability:
-    """What was acknowledged is there, unless a fault came that its level does not survive: I1; and
-    what was sent had its effect once: I2."""
+    """Checks I1: acknowledged changes exist, unless there was a fault that their level does not
+    survive. Checks I2: what was sent had its effect once."""
 
     def __init__(self) -> None:
         self._operations: dict[bytes, list[_Operation]] = defaultdict(list)
@@ -421,7 +425,7 @@ class Durability:
         self._numbered_at: dict[tuple[PartitionId, HistoryId, SeqNo], float] = {}
 
     def take(self, time_s: float, event: Event) -> None:
-        """The next event."""
+        """Takes the next event."""
         if isinstance(event, Sent):
             operations = self._operations[event.key]
             if event.number != len(operations):
@@ -438,7 +442,7 @@ class Durability:
             self._faults.append((time_s, event))
 
     def _is_owed(self, operation: _Operation) -> bool:
-        """Whether it must be there in the end."""
+        """Whether the operation's effect must exist at the end."""
         if not operation.done:
             return False
         level: Level = operation.sent.level
@@ -449,7 +453,7 @@ class Durability:
         ]
         if any(level not in fault.survives and fault.takes == 1 for _, fault in later):
             return False
-        # Two machines are more than one copy survives.
+        # One copy survives the loss of one machine, not of two.
         most = operation.done_at + MEMORY_S if level == "replicated" else math.inf
         relevant = [
             fault
@@ -459,10 +463,10 @@ class Durability:
         return len(relevant) < 2
 
     def check(self, contents: Items) -> None:
-        """Whether all is there that must be, and nothing else.
+        """Checks that everything that must exist does, and nothing else.
 
         Args:
-            contents: What the cluster holds in the end.
+            contents: The items that the cluster has at the end.
         """
         for key, operations in self._operations.items():
             value = contents[key][1] if key in contents else None

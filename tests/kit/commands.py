@@ -1,4 +1,4 @@
-"""The command `upr` in this process, for tests in which a process of its own would show nothing."""
+"""Runs the command `upr` in this process, for tests that need no process of its own."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from upr_protocol.cli import main
 
 
 async def upr(*arguments: str, stdin: bytes = b"") -> Finished:
-    """Runs `upr` in a thread, as it runs a loop of its own. To import what it needs in a process
-    takes longer than most commands do. Commands that listen for signals, as `tail` does, cannot run
-    in a thread."""
+    """Runs `upr` in a thread, because it runs an event loop of its own. In a new process the
+    imports would take longer than most commands. Commands that handle signals, like `tail`, cannot
+    run in a thread."""
     invoke = partial(CliRunner().invoke, main, arguments, input=stdin, prog_name="upr")
     result = await trio.to_thread.run_sync(invoke)
     assert result.exception is None or isinstance(result.exception, SystemExit), result.exception

@@ -1,4 +1,4 @@
-"""What tests of consumers have in common."""
+"""Helpers for tests of consumers."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ async def until_completed(events: AsyncIterator[T]) -> list[T]:
 
 
 def fill_one_partition(server: FakeServer, count: int, value: bytes = b"v") -> None:
-    """Leaves the server one partition, and puts the keys `0`, `1`, … into it."""
+    """Removes all partitions but one from the server, and puts the keys `0`, `1`, … into it."""
     server.partitions = server.partitions[:1]
     for index in range(count):
         server.put(b"%d" % index, value)

@@ -2,10 +2,10 @@
 tests.kit.counting_consumer URL COUNT PARTITIONS CONSUMERS STOP`.
 
 Mutation `n` of `COUNT` sets `key_of(n)` to `value_of(key)`, in the partition of the key.
-One consumer follows all partitions; more of them follow one each. With `STOP` the window is the
-smallest there is, and the process stops itself inside a snapshot. What it says, a line of JSON at a
-time: `{"ready": true}` when all are connected and have what there is, `{"inside": true}` before it
-stops itself, and at the end what it has seen.
+One consumer follows all partitions; several consumers follow one each. With `STOP` the window is
+the smallest possible, and the process stops itself inside a snapshot. It writes lines of JSON:
+`{"ready": true}` when all consumers are connected and up to date, `{"inside": true}` before it
+stops itself, and at the end what it has received.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def key_of(key_number: int) -> bytes:
 
 
 def value_of(key: bytes) -> bytes:
-    """What it is set to."""
+    """The value that the mutation sets."""
     return key * 8
 
 
@@ -56,23 +56,23 @@ def keys_by_partition(count: int, partitions: int) -> tuple[int, ...]:
 
 
 def say(**fields: object) -> None:
-    """Tells the test."""
+    """Writes a line to the test."""
     print(json.dumps(fields), flush=True)  # noqa: T201  # it is how they speak
 
 
 class Counted:
-    """What one consumer has seen.
+    """Counts what one consumer has received.
 
     Args:
-        numbers: The numbers of the mutations that it is to see.
+        numbers: The numbers of the mutations that it should receive.
         count: How many mutations there are.
         partitions: How many partitions they go to.
 
     Attributes:
         mutations: Mutations received.
-        keys: Keys of them.
-        wrong: Mutations that nobody made.
-        snapshots: By kind, snapshots that began.
+        keys: Their keys.
+        wrong: Mutations that were never sent.
+        snapshots: By kind, how many snapshots began.
     """
 
     def __init__(self, numbers: frozenset[PartitionId], count: int, partitions: int) -> None:
@@ -91,11 +91,11 @@ class Counted:
         return self.keys == self._goal and not self._ends
 
     def is_inside(self, event: Event) -> bool:
-        """Whether more of its snapshot comes after this chunk."""
+        """Whether more of its snapshot follows this chunk."""
         return isinstance(event, ChunkReceived) and event.chunk.end < self._ends[event.partition]
 
     def apply(self, event: Event) -> None:
-        """Takes an event in."""
+        """Counts an event."""
         if isinstance(event, SnapshotStart):
             self._ends[event.partition] = event.end
             kind = event.kind.name.lower()
@@ -134,7 +134,7 @@ async def follow(consumer: Consumer, counted: Counted, stops: bool) -> None:
 
 
 async def main(url: str, count: int, partitions: int, consumers: int, stops: bool) -> None:
-    """Follows with all consumers; says when they are ready and what they saw."""
+    """Runs all consumers; writes when they are ready, and what they received."""
     every = [PartitionId(partition) for partition in range(partitions)]
     wishes = [every] if consumers == 1 else [[every[n % partitions]] for n in range(consumers)]
     counts = [Counted(frozenset(partition_ids), count, partitions) for partition_ids in wishes]

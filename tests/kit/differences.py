@@ -1,6 +1,6 @@
-"""What is not alike in two large mappings, said in a few lines.
+"""The differences between two large mappings, in a few lines.
 
-A failed `==` of two such is told with all their contents, which takes longer than the test.
+If `==` failed, pytest would print all contents of both, which takes longer than the test.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ TOLD: Final = 5
 def differences(
     actual: Mapping[Key, Value], expected: Mapping[Key, Value]
 ) -> dict[str, tuple[int, list[Key]]]:
-    """For each kind of difference how many keys have it, and the first few; empty if equal."""
+    """For each kind of difference, how many keys have it and the first few; empty if the mappings
+    are equal."""
     kinds = {
         "missing": [key for key in expected if key not in actual],
         "too many": [key for key in actual if key not in expected],

@@ -1,4 +1,4 @@
-"""The code in documents: taken out of them, and run."""
+"""Extracts code from documents, and runs it."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ _BLOCK: Final = re.compile(
 
 @attrs.frozen
 class Code:
-    """A block of code between fences, or an indented line, which is one for a shell.
+    """A block of code between fences, or an indented line, which is a shell command.
 
     Attributes:
-        language: The word behind the fence, or `SHELL`.
+        language: The language that the fence names, or `SHELL`.
         text: The code.
     """
 
@@ -30,7 +30,7 @@ class Code:
 
 
 def code_of(document: str) -> Iterator[Code]:
-    """All code of a document, in its order."""
+    """All code of a document, in order."""
     for match in _BLOCK.finditer(document):
         if match["line"] is None:
             yield Code(match["language"], match["fenced"])
@@ -39,7 +39,7 @@ def code_of(document: str) -> Iterator[Code]:
 
 
 def fenced_code(document: str, language: str | None = None) -> list[str]:
-    """The blocks between fences: of a language, or all."""
+    """The blocks between fences, of one language or of all."""
     return [
         code.text
         for code in code_of(document)
@@ -52,8 +52,8 @@ def run_python(text: str, names: dict[str, Any], place: str) -> Any:
 
     Args:
         text: The block.
-        names: The names that blocks before it have left; it adds its own.
-        place: Where it stands, for a traceback.
+        names: The names that earlier blocks have defined; the block adds its own.
+        place: The file and line of the block, for tracebacks.
 
     Returns:
         What a notebook would show below the block: the value of its last line, if that is an

@@ -1,4 +1,5 @@
-"""What happens to a client and its fake server, drawn from a seed: changes, cuts and failovers."""
+"""A random schedule of changes, broken connections and failovers for a client and its fake
+server."""
 
 from __future__ import annotations
 
@@ -18,13 +19,13 @@ from upr_protocol.wire import Get, Message
 
 
 class DrawnSchedule(ABC):
-    """What happens to a client and a server.
+    """A random schedule of changes and broken connections.
 
     Args:
-        seed: Everything is drawn from it.
+        seed: The seed of all random choices.
         partitions: How many partitions the server has.
         keys: How many keys are changed.
-        deletion_one_in: One change in so many is a deletion.
+        deletion_one_in: On average, one of so many changes is a deletion.
 
     Attributes:
         server: The server.
@@ -41,7 +42,7 @@ class DrawnSchedule(ABC):
         return not self._rng.randrange(one_in)
 
     def _budgets(self) -> Iterator[tuple[int, int]]:
-        """How many bytes come through each connection before it is cut."""
+        """How many bytes each connection carries before it breaks."""
         while not self._chance(8):
             yield (ENDLESS, self._rng.randrange(0, 4000))
 
@@ -55,18 +56,18 @@ class DrawnSchedule(ABC):
 
     @abstractmethod
     async def _main(self) -> None:
-        """Plays the schedule to its end."""
+        """Runs the schedule to its end."""
 
     def run(self) -> None:
-        """Plays the schedule, in a time of its own."""
+        """Runs the schedule with a mock clock."""
         trio.run(self._main, clock=MockClock(autojump_threshold=0))
 
 
 class FailoverSchedule(DrawnSchedule):
-    """The same with failovers at any moment, also while the client asks for keys.
+    """A schedule that also has failovers at any moment, even during the client's requests.
 
     Attributes:
-        branches: What every history of the server had.
+        branches: The mutations of every history of the server.
     """
 
     def __init__(self, seed: int) -> None:
@@ -78,13 +79,13 @@ class FailoverSchedule(DrawnSchedule):
         self._disasters = True
 
     def _fail_over(self) -> None:
-        # A client that streams from a partition that fails over loses the connection.
+        # A client that streams from the partition loses its connection.
         assert self._net is not None
         self._net.cut()
         for connection in list(self.server.connections):
             connection.scope.cancel()
         partition = self._rng.choice(self.server.partitions)
-        # Seldom far back.
+        # The new history seldom begins far back.
         branch_seq = max(0, partition.high - int(self._rng.expovariate(0.2)))
         self.branches.fail_over(partition.id, branch_seq)
 

@@ -1,4 +1,4 @@
-"""How much of a test that could go on for ever is done."""
+"""How many rounds a test makes that could run for ever."""
 
 from __future__ import annotations
 
@@ -20,5 +20,5 @@ thorough = pytest.mark.skipif(
 
 
 def effort(sample: T, whole: T) -> T:
-    """How much: of lives, bits, or mutations."""
+    """How many rounds: restarts, bits, or mutations, for example."""
     return whole if THOROUGH else sample

@@ -1,4 +1,4 @@
-"""An input that does not end, and must not be read as if it did."""
+"""An input without an end, which must not be read completely."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ class EndlessInput(io.RawIOBase):
     """Gives some bytes, and then the letter x for ever.
 
     Args:
-        first_bytes: What comes first.
-        nbytes_max: To read more is an error.
+        first_bytes: The bytes before the letters.
+        nbytes_max: Reading more bytes than this raises an error.
     """
 
     def __init__(self, first_bytes: bytes, nbytes_max: int) -> None:

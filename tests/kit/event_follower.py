@@ -1,5 +1,5 @@
-"""A consumer of events that writes down what it is told, crashes, and goes on. Real clusters and
-simulated ones are the same to it."""
+"""A consumer of events that records what it receives, crashes, and continues. It works with real
+and simulated clusters."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ class EventFollower:
 
     Args:
         name: Its host, and its name as a consumer.
-        url: The nodes that it may begin with.
-        history: Where what it is told is written down.
-        chance: The source of chance.
+        url: The nodes to which it may connect first.
+        history: Records the events that it has processed.
+        chance: The random number generator.
         pause_s: How long it takes over each event, on average.
         timeout_s: How long nodes keep its events while it is away.
         dial: How it reaches nodes.
@@ -52,11 +52,11 @@ class EventFollower:
         self._scope = trio.CancelScope()
 
     def crash(self) -> None:
-        """It is killed. What it has not processed must come again."""
+        """Kills the consumer. Events that it has not processed must be delivered again."""
         self._scope.cancel()
 
     async def run(self) -> None:
-        """Follows, whatever happens."""
+        """Follows the events, with new connections after errors."""
         self._history.add(Follows(self.name))
         while True:
             with trio.CancelScope() as self._scope:

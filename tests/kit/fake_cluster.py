@@ -1,4 +1,5 @@
-"""Several fake servers that hold one bucket; a map says who serves which partition."""
+"""Several fake servers with one bucket; a partition map says which of them serves which
+partition."""
 
 from __future__ import annotations
 
@@ -15,15 +16,15 @@ from upr_protocol.partition_map import Assignment, PartitionMap
 
 
 class FakeCluster:
-    """Nodes that are called by their names; `dial` is what clients are given.
+    """Nodes whose hosts are their names; clients connect with `dial`.
 
-    The partitions themselves are shared, as if replicas were never behind: what is tried here is
-    where clients go.
+    The nodes share the partitions, as if replicas were never behind: these tests are about the
+    nodes to which clients connect.
 
     Attributes:
         nets: The network of each node, by its name.
         map: The newest map.
-        silent: Nodes whose connections are not even refused.
+        silent: Nodes that neither accept nor refuse connections.
     """
 
     def __init__(self, nursery: trio.Nursery, names: str, partition_count: int = 4) -> None:
@@ -51,7 +52,7 @@ class FakeCluster:
 
     @property
     def any(self) -> FakeServer:
-        """One of the servers, for what they have in common."""
+        """One of the servers, for what is the same at all."""
         return next(iter(self.nets.values())).server
 
     async def dial(self, address: Address) -> trio.abc.Stream:
@@ -66,7 +67,7 @@ class FakeCluster:
     def move(
         self, changed: dict[int, Assignment], *, tell: Iterable[str] | None = None
     ) -> PartitionMap:
-        """The next map, told to those nodes; by default to all."""
+        """Makes the next map and gives it to some nodes; by default to all."""
         self.map = self.map.with_assignments(
             {PartitionId(partition): assignment for partition, assignment in changed.items()}
         )
@@ -76,7 +77,7 @@ class FakeCluster:
     def create_again(
         self, active: str, *, revision: int, names: Iterable[str] | None = None
     ) -> None:
-        """On those nodes, by default on all, the bucket was deleted and created again, with all
+        """At some nodes, by default at all, deletes the bucket and creates it again, with all
         partitions active at one node."""
         assignments = (Assignment(active=active),) * len(self.map.partitions)
         self.map = msgspec.structs.replace(self.map, revision=revision, partitions=assignments)
@@ -90,11 +91,11 @@ class FakeCluster:
             self.server(name).set_map(self.map)
 
     def kill(self, name: str) -> None:
-        """A node is gone."""
+        """Makes a node unreachable, and breaks its connections."""
         self.nets[name].down = True
         self.nets[name].cut()
 
     @property
     def open(self) -> int:
-        """How many of the clients' ends are not closed."""
+        """How many connections the clients have not closed."""
         return sum(net.open for net in self.nets.values())

@@ -1,4 +1,4 @@
-"""The way to a fake server: a network in memory, which can be cut anywhere."""
+"""A network in memory to a fake server, whose connections can break at any byte."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ ENDLESS: Final = 1 << 60
 
 
 class FakeNet:
-    """Connects to a `FakeServer`: `dial` is what clients are given.
+    """Connects clients to a `FakeServer`; clients connect with `dial`.
 
     Attributes:
         server: The server.
-        budgets: For each connection to come, how many bytes it carries to the server and from it
-            before it is cut; when there are no more, connections last.
+        budgets: For each future connection, how many bytes it carries to the server and from it
+            before it breaks. When the list is empty, connections do not break.
         down: Whether connections are refused.
-        dialled: How many times a connection was asked for.
-        open: How many of the clients' ends are not closed.
-        nursery: Where the server runs, and whatever else a test wants to run beside it.
+        dialled: How many times a client has tried to connect.
+        open: How many connections the clients have not closed.
+        nursery: Runs the server, and what else a test starts in it.
     """
 
     def __init__(self, nursery: trio.Nursery, server: FakeServer) -> None:
@@ -55,19 +55,19 @@ class FakeNet:
         return sum(not end.closed for end in self._ends)
 
     def forget(self) -> None:
-        """Refers to no connection any more: none of them is cut later."""
+        """Forgets all connections: `cut` does not break them any more."""
         self._ends.clear()
 
     def cut(self) -> None:
-        """Cuts every connection there is."""
+        """Breaks all connections."""
         for end in self._ends:
             end.cut()
 
 
 class CuttableStream(trio.abc.Stream):
-    """A stream that breaks after so many bytes, each way, or when it is told to.
+    """A stream that breaks after so many bytes in one direction, or at `cut`.
 
-    `close` is how the stream below is closed at once.
+    `close` closes the underlying stream at once.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""A partition kept naively: a list of every mutation ever made."""
+"""A naive partition: a list of all mutations."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class RunAnswer(NamedTuple):
     """The answer to one run.
 
     Attributes:
-        result: What became of it.
+        result: The result of the run.
         failures: (row of the run, status) of each mutation that failed.
         counters: (row of the run, new value) of each counter that changed.
     """
@@ -30,9 +30,9 @@ class FakePartition:
     """One partition of a `FakeServer`.
 
     Attributes:
-        history: Every mutation ever made, by number.
+        history: All mutations, by sequence number.
         log: The failover log.
-        applied: How many operations took effect, a repeated batch's not among them.
+        applied: How many operations took effect; those of repeated batches do not count.
         purge_seq: Deletions at or below it may be missing from what it streams.
     """
 
@@ -50,7 +50,7 @@ class FakePartition:
         return self.history[-1].seq if self.history else SeqNo(0)
 
     def contents(self, through: int | None = None) -> dict[bytes, bytes]:
-        """Key -> value as of the number `through`, or of now."""
+        """Key -> value as of the sequence number `through`, or of now."""
         items: dict[bytes, bytes] = {}
         for mutation in self.history:
             if through is not None and mutation.seq > through:
@@ -62,7 +62,7 @@ class FakePartition:
         return items
 
     def seq_before(self, cas: int) -> SeqNo:
-        """The last number of a mutation with a lower CAS; 0 for none."""
+        """The sequence number of the last mutation with a lower CAS; 0 if there is none."""
         return max((row.seq for row in self.history if row.cas < cas), default=SeqNo(0))
 
     def newest(self, key: bytes) -> Mutation | None:
@@ -72,7 +72,8 @@ class FakePartition:
         return None
 
     def fail_over(self, history_id: int, end: int) -> None:
-        """A new history begins at the number `end`. What is above it is lost."""
+        """Begins a new history after the sequence number `end`, and loses all mutations above
+        it."""
         self.history = [mutation for mutation in self.history if mutation.seq <= end]
         self.log = self.log.with_branch(HistoryId(history_id), SeqNo(end))
         self._answers.clear()
@@ -80,7 +81,7 @@ class FakePartition:
     # Changes.
 
     def mutate(self, chunk: Chunk, writer: bytes, counter: int) -> RunAnswer:
-        """Answers a run; one that was here before gets its first answer."""
+        """Answers a run; a run that was answered before gets the same answer."""
         answers = self._answers.setdefault(writer, {})
         if any(writer):
             if counter in answers:
@@ -147,7 +148,8 @@ class FakePartition:
     # Streaming.
 
     def snapshot(self, start: SeqNo, at_least: SeqNo, size: int) -> tuple[SeqNo, Iterator[Chunk]]:
-        """The end of a snapshot behind `start`, deduplicated, and its chunks of at most `size`."""
+        """The end of the snapshot that starts after `start`, and its deduplicated chunks of at most
+        `size` mutations."""
         end = self.high
         assert end >= at_least
         newest = {mutation.key: mutation for mutation in self.history}

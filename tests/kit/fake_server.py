@@ -1,6 +1,6 @@
-"""A server that keeps the protocol's promises, and is otherwise as simple as can be.
+"""A server that is as simple as possible, and keeps the protocol's promises.
 
-It has one bucket, speaks through a real `ServerSession`, and can be told to refuse things.
+It has one bucket, uses a real `ServerSession`, and can be told to refuse requests.
 """
 
 from __future__ import annotations

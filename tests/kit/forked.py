@@ -1,4 +1,4 @@
-"""A process that is forked from that of the tests."""
+"""Runs a function in a forked process."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from collections.abc import Callable
 
 
 def in_forked_process(function: Callable[[], object]) -> None:
-    """Calls a function that must raise nothing."""
+    """Calls a function, which must not raise, in a forked process."""
     child = os.fork()
-    if not child:  # it must not come back to pytest
+    if not child:  # the forked process must not return to pytest
         code = 1
         try:
             function()

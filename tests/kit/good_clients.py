@@ -1,4 +1,4 @@
-"""A publisher and a consumer who do nothing wrong, beside those who do."""
+"""A publisher and a consumer that keep the protocol, for tests with clients that break it."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ ROUND_MAX_S: Final = 10.0
 
 
 class Served(Protocol):
-    """A server, in whichever process it was started."""
+    """A server, in this process or in another one."""
 
     def url(self, bucket: str = "") -> str:
         """The URL of a bucket there, or of the server."""
 
 
 class GoodClients:
-    """Publishes, waits for a barrier, and looks whether everything came: a round. And again.
+    """Makes rounds: publishes, waits for a barrier, and checks that everything was received.
 
     Attributes:
         took_s: How long each round took.
@@ -75,13 +75,13 @@ class GoodClients:
             await trio.sleep(max(PAUSE_S, PACE_S - self.took_s[-1]))
 
     async def more_rounds(self, count: int = 5) -> None:
-        """Waits until so many more were made: nobody is held up."""
+        """Waits until so many more rounds are complete, which shows that the clients are served."""
         for _ in range(self.rounds, self.rounds + count):
             self._round_over = trio.Event()
             await self._round_over.wait()
 
     def check(self) -> None:
-        """They were never disconnected, and never held up."""
+        """Checks that the clients were never disconnected and never waited long."""
         assert self.rounds > 0
         assert self._consumer.statistics().connections == 1
         assert self._sink.statistics().connections == 1
@@ -91,8 +91,8 @@ class GoodClients:
 
 @asynccontextmanager
 async def good_clients(server: Served) -> AsyncIterator[GoodClients]:
-    """A publisher and a consumer at work for as long as the context. On the way out what they have
-    is compared with what the server has, and it is seen that nobody was in their way."""
+    """A publisher and a consumer that work while the context lasts. At its end, what they have is
+    compared with the server, and `check` is called."""
     async with connect(server.url()) as client:
         await client.create_bucket(BUCKET, PARTITIONS)
     url = server.url(BUCKET)

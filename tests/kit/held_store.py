@@ -11,7 +11,7 @@ from upr_server.storage.simulated import SimulatedDirectory, SimulatedStore
 
 
 class HeldStore(SimulatedStore):
-    """Commits wait while `released` is not set.
+    """A store in which commits wait while `released` is not set.
 
     Attributes:
         released: Set to let commits through.

@@ -1,4 +1,4 @@
-"""What happened in a run, in the order in which it happened: what the checkers look at."""
+"""The events of a run, in the order in which they happened; the checkers read them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ ALL_LEVELS: Constant[tuple[Level, ...]] = (
 
 
 class Row(NamedTuple):
-    """A change as somebody has it."""
+    """A change, as a node or a consumer has it."""
 
     seq: SeqNo
     op: Operation
@@ -32,8 +32,9 @@ class Row(NamedTuple):
 
 
 class Sent(msgspec.Struct, frozen=True):
-    """A publisher is about to send an operation. `number` counts those of one key; an increment
-    adds `delta`, and sends no value; what `expires` may be gone by itself."""
+    """A publisher is about to send an operation. `number` counts the operations of one key. An
+    increment adds `delta`, and sends no value. An item that `expires` may be deleted by the
+    server."""
 
     publisher: str
     key: bytes
@@ -45,8 +46,8 @@ class Sent(msgspec.Struct, frozen=True):
 
 
 class Answered(msgspec.Struct, frozen=True):
-    """What became of it: done, and as durable as was asked; or refused, so that it has not been
-    done; neither when nobody knows."""
+    """The answer to an operation: done, and as durable as required; or refused, and not done. If
+    the outcome is unknown, there is no such event."""
 
     key: bytes
     number: int
@@ -57,7 +58,7 @@ class Answered(msgspec.Struct, frozen=True):
 
 
 class Accepted(msgspec.Struct, frozen=True):
-    """A node gave a change its number. Only an active may."""
+    """A node gave a change its sequence number. Only an active node may."""
 
     node: str
     life: int
@@ -68,7 +69,7 @@ class Accepted(msgspec.Struct, frozen=True):
 
 
 class Began(msgspec.Struct, frozen=True):
-    """A snapshot began at a consumer."""
+    """A consumer received the start of a snapshot."""
 
     consumer: str
     partition: PartitionId
@@ -79,7 +80,7 @@ class Began(msgspec.Struct, frozen=True):
 
 
 class Received(msgspec.Struct, frozen=True):
-    """Changes came to a consumer; nothing lies in (start, end] but these."""
+    """A consumer received changes; the snapshot has no others in (start, end]."""
 
     consumer: str
     partition: PartitionId
@@ -89,7 +90,7 @@ class Received(msgspec.Struct, frozen=True):
 
 
 class Ended(msgspec.Struct, frozen=True):
-    """A snapshot ended at a consumer, whose failover log is this one."""
+    """A consumer received the end of a snapshot; `log` is its failover log."""
 
     consumer: str
     partition: PartitionId
@@ -98,9 +99,9 @@ class Ended(msgspec.Struct, frozen=True):
 
 
 class WentBack(msgspec.Struct, frozen=True):
-    """A consumer undid all above `to`, as it was told that it has at most `ceiling` in common; it
-    had come to `was`, and had these snapshot ends to go back to. `log` is what it had been told at
-    `to`."""
+    """A consumer undid everything above `to`, because it has at most `ceiling` in common with the
+    server. Before, its position was `was`, and it could go back to the snapshot ends in `ends`.
+    `log` is the failover log that it had at `to`."""
 
     consumer: str
     partition: PartitionId
@@ -112,22 +113,22 @@ class WentBack(msgspec.Struct, frozen=True):
 
 
 class Restarted(msgspec.Struct, frozen=True):
-    """A consumer began again with its copies: by partition, where its last complete snapshot ended,
-    and each key's number and value."""
+    """A consumer started again with its saved copies: by partition, the position, and each key's
+    sequence number and value."""
 
     consumer: str
     copies: dict[PartitionId, tuple[SeqNo, dict[bytes, tuple[SeqNo, bytes]]]]
 
 
 class AskedForNow(msgspec.Struct, frozen=True):
-    """A consumer is about to ask for all that there is now."""
+    """A consumer is about to ask for all changes up to now."""
 
     consumer: str
 
 
 class ReachedNow(msgspec.Struct, frozen=True):
-    """A consumer was told that it has all that it asked for of a partition: up to `end`, in the
-    history that this log tells of."""
+    """A consumer has received all changes of a partition that it asked for: up to `end`, in the
+    history to which `log` belongs."""
 
     consumer: str
     partition: PartitionId
@@ -136,7 +137,8 @@ class ReachedNow(msgspec.Struct, frozen=True):
 
 
 class Streamed(msgspec.Struct, frozen=True):
-    """The node at `url` began to stream a partition that was to be in a state there."""
+    """The node at `url` began to stream a partition, which the consumer had requested in this
+    state."""
 
     consumer: str
     url: str
@@ -145,14 +147,15 @@ class Streamed(msgspec.Struct, frozen=True):
 
 
 class BeganHistory(msgspec.Struct, frozen=True):
-    """A node became active in a new history: what only the active node before had is lost."""
+    """A node became active in a new history; changes that only the former active node had are
+    lost."""
 
     node: str
     partition: PartitionId
 
 
 class Follows(msgspec.Struct, frozen=True):
-    """A consumer of events begins, and knows nothing."""
+    """A consumer of events starts, and knows nothing."""
 
     consumer: str
 
@@ -168,15 +171,16 @@ class Told(msgspec.Struct, frozen=True):
 
 
 class Fault(msgspec.Struct, frozen=True):
-    """Something went wrong on purpose.
+    """A fault that the test caused.
 
     Attributes:
-        what: What.
-        survives: Levels whose acknowledgements it must not touch.
-        takes: How many such faults it takes to lose what was acknowledged at another level.
-        is_late: Whether it counts however long ago that was: what it takes is not only in memory.
-        on_the_way: Whether it concerns all that was numbered before it: answers may still be on
-            their way from a node that goes on living.
+        what: The kind of fault.
+        survives: The levels whose acknowledged changes it must not lose.
+        takes: How many such faults can lose changes acknowledged at another level.
+        is_late: Whether it can lose changes however old they are, because it loses more than
+            memory.
+        on_the_way: Whether it can lose all changes that were numbered before it. The node still
+            runs, so answers to them may arrive after the fault.
     """
 
     what: str
@@ -187,7 +191,8 @@ class Fault(msgspec.Struct, frozen=True):
 
 
 class Failed(msgspec.Struct, frozen=True):
-    """A disk failed in one life of a node; or `after` it was asked to change something then."""
+    """A disk failed in one run of a node; or, with `after`, the disk was asked for a change after
+    it had failed."""
 
     node: str
     life: int
@@ -195,7 +200,7 @@ class Failed(msgspec.Struct, frozen=True):
 
 
 class Final(msgspec.Struct, frozen=True):
-    """What a node holds of a partition in the end."""
+    """The items that a node has of a partition at the end."""
 
     node: str
     partition: PartitionId
@@ -206,7 +211,7 @@ class Final(msgspec.Struct, frozen=True):
 
 
 class Said(msgspec.Struct, frozen=True):
-    """Something for the story only."""
+    """A message for whoever reads the history; checkers ignore it."""
 
     who: str
     what: str
@@ -239,15 +244,15 @@ class History:
     """A recorded history.
 
     Attributes:
-        events: Each with its time.
-        clock: Says what time it is.
+        events: The events, each with its time.
+        clock: Returns the present time.
     """
 
     clock: Callable[[], float]
     events: list[tuple[float, Event]] = attrs.field(factory=list)
 
     def add(self, event: Event) -> None:
-        """Something happened."""
+        """Adds an event with the present time."""
         self.events.append((self.clock(), event))
 
     def __iter__(self) -> Iterator[Event]:

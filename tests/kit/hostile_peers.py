@@ -47,10 +47,10 @@ CONNECT_AT_ONCE: Final = 20
 
 
 class HostilePeers:
-    """See the module.
+    """Runs the peers; see the module.
 
     Attributes:
-        done: What each kind has done.
+        done: By kind, counts of what the peers have done.
     """
 
     def __init__(self, host: str, port: int, bucket: str) -> None:
@@ -61,7 +61,7 @@ class HostilePeers:
         self._slow_streams: set[trio.SocketStream] = set()
 
     async def gather(self, nursery: trio.Nursery, idlers: int) -> None:
-        """Returns when all are there."""
+        """Returns when all peers are connected."""
         for count, kind in (
             (idlers, self._idle),
             (SLOW_GREETERS, self._greet_slowly),
@@ -191,12 +191,12 @@ class HostilePeers:
 
 
 def say(counts: dict[str, int]) -> None:
-    """Tells the test."""
+    """Writes a line to the test."""
     print(json.dumps(counts), flush=True)  # noqa: T201  # it is how they speak
 
 
 async def main(host: str, port: str, bucket: str, idlers: str) -> None:
-    """Never ends by itself."""
+    """Runs until it is killed."""
     peers = HostilePeers(host, int(port), bucket)
     async with trio.open_nursery() as nursery:
         await peers.gather(nursery, int(idlers))

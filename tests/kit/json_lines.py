@@ -1,4 +1,4 @@
-"""What a process says on its standard output: one JSON object a line."""
+"""Reads what a process writes to its standard output: one JSON object a line."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ class JsonLines:
 
     Args:
         process: The process; its output is a pipe.
-        name: What it is, for the message when it has ended.
-        late_s: How many seconds the next line may take.
+        name: The name of the process, for the error if it has ended.
+        late_s: How many seconds to wait for the next line.
     """
 
     def __init__(self, process: trio.Process, name: str, late_s: float) -> None:
@@ -24,7 +24,7 @@ class JsonLines:
         self._received = bytearray()
 
     async def next(self) -> dict[str, Any]:
-        """The next object that it says."""
+        """The next object that the process writes."""
         assert self._process.stdout is not None
         with trio.fail_after(self._late_s):
             await trio.lowlevel.checkpoint()

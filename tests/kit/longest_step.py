@@ -1,4 +1,4 @@
-"""The longest step of a real server's loop, as its statistics tell it."""
+"""The longest step of a real server's event loop, from its statistics."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from upr_protocol.client import Client
 
 
 class LongStepError(AssertionError):
-    """A task held the loop for too long."""
+    """A task blocked the event loop for too long."""
 
 
 async def check_longest_step(client: Client, step_max_s: float) -> dict[str, Any]:
-    """Raises `LongStepError` if a step of the server took `step_max_s` or more, in seconds of the
-    processor. Returns the server's figures."""
+    """Raises `LongStepError` if a step of the server took `step_max_s` of processor time or more.
+    Returns the server's figures."""
     figures: dict[str, Any] = (await client.stats())["server"]
     step_s, task = figures["longest_step_s"], figures["longest_step_task"]
     if step_s >= step_max_s:
@@ -33,9 +33,9 @@ def _run_again_if_long(main: Callable[[], Awaitable[None]], **options: Any) -> N
 
 
 runs_again_if_long = pytest.mark.trio(run=_run_again_if_long)
-"""Marks tests that may fail at `check_longest_step`: they run once more then.
+"""Marks tests that run a second time if `check_longest_step` fails.
 
-Where the machine is a guest, its host may give a processor to others in the middle of a step. The
-guest counts that as the step's own time: one of some microseconds was seen to take 37 ms. A step
-that is too long by what it does is so each time.
+On a virtual machine, the host may give the processor to others in the middle of a step. The guest
+counts that as time of the step: a step of some microseconds was seen to take 37 ms. A step that is
+really too long is too long in each run.
 """

@@ -1,7 +1,7 @@
-"""A network in memory, below real servers and clients: nothing of it is a socket.
+"""A network in memory for real servers and clients, without sockets.
 
-So a whole cluster runs in one loop, in the time of a mock clock, and takes the same steps each
-time.
+With it a whole cluster runs in one event loop with a mock clock, and takes the same steps in each
+run.
 """
 
 from __future__ import annotations
@@ -54,10 +54,10 @@ class _Listener(trio.abc.Listener[trio.abc.HalfCloseableStream]):
 
 
 class MemoryNetwork:
-    """See the module. Servers that are started, and clients that connect, are in it.
+    """Connects all servers that are started and all clients that connect, from its creation on.
 
     Attributes:
-        away: Ports that cannot be reached.
+        away: Ports that refuse connections.
     """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -67,17 +67,17 @@ class MemoryNetwork:
         self._ends: dict[int, list[CuttableStream]] = {}
         monkeypatch.setattr(trio, "open_tcp_stream", self._connect)
         monkeypatch.setattr(app, "System", partial(System, bind=self._bind))
-        # The search for expired items does not run: it would begin each second, and `check` would
-        # find partitions pinned.
+        # Turn off the search for expired items: it runs each second, and `check` would find
+        # partitions that it has pinned.
         monkeypatch.setattr(upkeep, "EXPIRY_INTERVAL_S", math.inf)
 
     @property
     def open(self) -> int:
-        """How many of the clients' ends are not closed."""
+        """How many connections the clients have not closed."""
         return sum(not end.closed for ends in self._ends.values() for end in ends)
 
     def hang(self, port: int) -> None:
-        """Has a port take connections from now on, and nobody answer there."""
+        """From now on a port accepts connections, but does not answer."""
         self._listeners[port] = _Listener()
 
     def cut(self, port: int) -> None:
@@ -117,7 +117,7 @@ class MemoryNetwork:
 async def node(
     name: str, *buckets: str, port: int = 0, store: Store | None = None
 ) -> AsyncIterator[Server]:
-    """A server in the network, on simulated disks, with buckets of two partitions."""
+    """A server in the network, on a simulated disk, with buckets of two partitions."""
     config = ServerConfig(
         listen=f"{HOST}:{port}",
         node=name,
@@ -129,7 +129,8 @@ async def node(
 
 
 def check(server: Server) -> None:
-    """Nobody holds anything of a server, and every structure is whole."""
+    """Checks that no task has left a lock or a reservation at a server, and checks its
+    invariants."""
     assert server.connections.resources.frame_budget.used_bytes == 0
     assert server.connections.resources.queues.are_idle
     assert not server.catalog._lock.locked()
@@ -142,7 +143,7 @@ def check(server: Server) -> None:
 
 
 def is_left(lock: trio.Lock) -> bool:
-    """Whether a task has a lock that is gone."""
+    """Whether the task that owns the lock has ended."""
     owner = lock.statistics().owner
     nursery = None if owner is None else owner.parent_nursery
     return nursery is not None and owner not in nursery.child_tasks

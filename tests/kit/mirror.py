@@ -1,4 +1,4 @@
-"""A copy of a bucket as a consumer makes it, and what must be true of it."""
+"""A consumer's copy of a bucket, and checks of it."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from upr_protocol.ids import Operation
 
 
 class Mirror:
-    """Applies a consumer's events, and checks what the protocol promises about each.
+    """Applies a consumer's events, and checks for each what the protocol guarantees.
 
-    Across a resume mutations may come again; a test that resumes gives a new mirror the old
-    `items`.
+    After a resume, mutations may be received again. A test that resumes gives the old `items` to a
+    new mirror.
 
     Attributes:
-        items: By partition and key what the key holds: its number and value.
-        ends: By partition its last complete snapshot's end.
-        mutations: How many mutations came.
+        items: By partition and key, the key's sequence number and value.
+        ends: By partition, the end of its last complete snapshot.
+        mutations: How many mutations were received.
     """
 
     def __init__(self, items: Mapping[int, dict[bytes, tuple[int, bytes]]] | None = None) -> None:
@@ -40,7 +40,7 @@ class Mirror:
         self._at: dict[int, int] = {}
 
     def apply(self, event: Event) -> None:
-        """Takes in the next event."""
+        """Applies the next event."""
         if isinstance(event, SnapshotStart):
             self._start(event)
         elif isinstance(event, ChunkReceived):
@@ -57,7 +57,7 @@ class Mirror:
         assert event.start >= self.ends.get(partition, 0), event
         assert event.start <= event.end, event  # equal when only the end was missing
         assert event.start <= self._at.get(partition, event.start), event
-        # One without an end between replaces the one before.
+        # If the snapshot before has no end, this one replaces it.
         self._inside[partition] = event
         self._keys[partition] = set()
         self._at[partition] = event.start
@@ -86,7 +86,7 @@ class Mirror:
         self.ends[partition] = event.end
 
     def _roll_back(self, event: RolledBack) -> None:
-        assert event.to == 0, "whoever cannot undo drops everything"
+        assert event.to == 0, "a consumer that cannot undo drops everything"
         for by_partition in (self.items, self.ends, self._inside, self._keys, self._at):
             by_partition.pop(event.partition, None)
 
@@ -97,7 +97,7 @@ class Mirror:
 
 
 def apply_mutation(items: dict[bytes, tuple[int, bytes]], mutation: Mutation) -> None:
-    """What a mutation that is streamed does to the items of its partition."""
+    """Applies a streamed mutation to the items of its partition."""
     if mutation.op is Operation.SET:
         items[mutation.key] = (mutation.seq, mutation.value)
     else:
@@ -107,7 +107,7 @@ def apply_mutation(items: dict[bytes, tuple[int, bytes]], mutation: Mutation) ->
 
 
 async def server_contents(client: Client, keys: Iterable[bytes]) -> dict[bytes, bytes]:
-    """What the server has of `keys`, by asking for each."""
+    """The items that the server has of `keys`."""
     key_list = sorted(set(keys))
     items = await client.get_many(key_list)
     return {item.key: item.value for item in items if item is not None}
@@ -116,7 +116,7 @@ async def server_contents(client: Client, keys: Iterable[bytes]) -> dict[bytes, 
 def assert_same(
     own_items: Mapping[bytes, bytes], server_items: Mapping[bytes, bytes], partition_count: int
 ) -> None:
-    """Compares two contents key by key, and says which differ."""
+    """Checks that two contents are equal, and names the keys that differ."""
     different = sorted(
         key
         for key in own_items.keys() | server_items.keys()

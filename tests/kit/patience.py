@@ -23,9 +23,10 @@ _stopped: WeakKeyDictionary[MockClock, list[float]] = WeakKeyDictionary()
 
 
 async def run_sync(function: Callable[..., T], *args: Any, **options: Any) -> T:
-    """`trio.to_thread.run_sync`; while it lasts the test's clock, if it is a mock, stands still.
+    """`trio.to_thread.run_sync`; meanwhile the test's clock, if it is a mock clock, does not
+    advance.
 
-    What may be abandoned is not waited for: it may never end.
+    The clock does not wait for calls that may be abandoned, because they may never end.
     """
     clock = trio.lowlevel.current_clock()
     if not isinstance(clock, MockClock) or options.get("abandon_on_cancel"):

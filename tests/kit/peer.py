@@ -1,4 +1,4 @@
-"""A client that says what it is told to, whether or not it may."""
+"""A client that sends what a test tells it to, whether or not the protocol allows it."""
 
 from __future__ import annotations
 
@@ -37,15 +37,16 @@ ANSWER_TIMEOUT_S: Final = 60.0
 
 
 class HungUpError(AssertionError):
-    """The server closed the connection, and an answer was expected."""
+    """The server closed the connection although an answer was expected."""
 
 
 class Peer:
-    """One end of a TCP connection to a server, without a session that would know the rules.
+    """One end of a TCP connection to a server, without a session that would enforce the
+    protocol.
 
     Attributes:
         stream: The connection.
-        partition_count: The bucket's, once it is open.
+        partition_count: The bucket's number of partitions, once it is open.
         credit: Bytes of `Mutate` frames that the server granted.
     """
 
@@ -57,18 +58,18 @@ class Peer:
         self._opaque = 0
 
     def opaque(self) -> int:
-        """A number that no request had yet."""
+        """An opaque number that no request has had yet."""
         self._opaque += 1
         return self._opaque
 
     async def send(self, *messages: Message) -> None:
-        """Sends `messages`, right or wrong."""
+        """Sends `messages`, valid or not."""
         await self.send_bytes(
             b"".join(piece for message in messages for piece in message.frame_buffers())
         )
 
     async def send_bytes(self, data: bytes) -> None:
-        """Sends `data`, whatever it is."""
+        """Sends `data`, valid or not."""
         await self.stream.send_all(data)
 
     async def receive(self) -> Message | None:
@@ -85,7 +86,7 @@ class Peer:
         raise AssertionError(f"the server said nothing for {ANSWER_TIMEOUT_S:.0f} s")
 
     async def expect(self, kind: type[M]) -> M:
-        """The next message but `Noop` and `Credit`, which must be of this kind."""
+        """The next message except `Noop` and `Credit`; it must be of this kind."""
         while True:
             message = await self.receive()
             if message is None:
@@ -99,8 +100,8 @@ class Peer:
             assert isinstance(message, Credit | Noop), message
 
     async def expect_error(self, status: Status, *, streaming: bool = False) -> Error:
-        """What a peer that breaks the protocol gets: an `Error` with this status, a sentence and
-        advice, and behind it the end of the connection.
+        """Checks the answer to a violation of the protocol: an `Error` with this status, a sentence
+        and advice, and then the end of the connection.
 
         Args:
             status: The code.
@@ -122,7 +123,7 @@ class Peer:
         return message
 
     async def expect_end(self) -> None:
-        """The server closes the connection, and says nothing before."""
+        """Checks that the server closes the connection, and sends nothing before that."""
         assert await self.receive() is None
 
     # The steps of the handshake.
@@ -134,7 +135,7 @@ class Peer:
         idle_interval_s: int = 3600,
         window_bytes: int = WINDOW_BYTES_DEFAULT,
     ) -> HelloReply:
-        """Says `Hello` and hears the answer."""
+        """Sends `Hello`, and receives the answer."""
         await self.send(Hello(identity, (VERSION,), 0, window_bytes, idle_interval_s))
         return await self.expect(HelloReply)
 
@@ -153,7 +154,7 @@ class Peer:
             return logs
 
     async def stream_all(self, positions: Sequence[Position] = ()) -> None:
-        """Asks for a stream of every partition and says `Go`."""
+        """Requests a stream of every partition, and sends `Go`."""
         for partition in range(self.partition_count):
             position = positions[partition] if positions else NOTHING_YET
             await self.send(
@@ -173,8 +174,7 @@ class Peer:
 async def peer(
     host: str, port: int, bucket: str = "", *, greeted: bool = True, idle_interval_s: int = 3600
 ) -> AsyncIterator[Peer]:
-    """A peer that connected, and came as far as asked for: to `Hello`'s answer, or to having opened
-    `bucket`."""
+    """A connected peer, after the answer to `Hello`, or after it has opened `bucket`."""
     stream = await trio.open_tcp_stream(host, port)
     try:
         connected = Peer(stream)

@@ -1,4 +1,4 @@
-"""Keys that belong to a partition."""
+"""Keys that belong to a given partition."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ports for servers that are to be there again, or later, at the same one."""
+"""Ports for servers that listen later, or again, at the same port."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ _next_port = itertools.count(os.getpid() * 64)
 
 
 def free_ports(count: int) -> list[int]:
-    """Ports that are free, and stay so until a test listens at them."""
+    """Ports that are free, and that nothing else takes before the test listens at them."""
     return [free_port() for _ in range(count)]
 
 
 def free_port() -> int:
-    """Like `free_ports`, for one."""
+    """Like `free_ports`, for one port."""
     for _ in _PORTS:
         port = _PORTS[next(_next_port) % len(_PORTS)]
         with socket.socket() as probe, suppress(OSError):

@@ -1,4 +1,4 @@
-"""A TCP proxy that can do to a connection what networks do."""
+"""A TCP proxy that can delay, cut and lose data, as networks do."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ class _Pair:
 
 
 class Proxy:
-    """Stands between clients and a server.
+    """A proxy between clients and a server.
 
     Attributes:
-        port: Where it listens, at 127.0.0.1.
+        port: The port at which it listens, at 127.0.0.1.
         delay_s: How long each piece of up to 64 KiB is kept back, in both directions.
         budget_bytes: When a connection has carried so many bytes from the server, the pieces that
             follow are lost; None loses nothing.
@@ -48,18 +48,19 @@ class Proxy:
         return f"upr://127.0.0.1:{self.port}/{bucket}"
 
     def cut(self) -> int:
-        """Breaks every connection; gives how many there were. New ones may be made at once."""
+        """Breaks every connection; returns how many there were. New connections are accepted."""
         pairs, self._pairs = self._pairs, set()
         for pair in pairs:
             pair.scope.cancel()
         return len(pairs)
 
     def half_open(self) -> None:
-        """From now on nothing gets through, and nobody is told: the cable was pulled."""
+        """From now on all data is lost, without an error at either end, as if a cable were
+        pulled."""
         self._open = trio.Event()
 
     def heal(self) -> None:
-        """The cable is back."""
+        """Ends `half_open`."""
         self._open.set()
 
     async def _serve(self, near: trio.SocketStream) -> None:
@@ -68,7 +69,7 @@ class Proxy:
             try:
                 far = await trio.open_tcp_stream(*self._target)
             except OSError:
-                return  # the server is away: so is the connection
+                return  # the server is not reachable, so close the connection
             async with far:
                 self.connections += 1
                 pair = _Pair(near, far)
@@ -104,7 +105,7 @@ class Proxy:
 
 @asynccontextmanager
 async def proxy_to(host: str, port: int) -> AsyncIterator[Proxy]:
-    """A proxy to `host`:`port`, for as long as the context."""
+    """A proxy to `host`:`port` that runs while the context lasts."""
     proxy = Proxy(host, port)
     (listener,) = await trio.open_tcp_listeners(0, host="127.0.0.1")
     proxy.port = listener.socket.getsockname()[1]

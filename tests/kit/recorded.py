@@ -1,6 +1,5 @@
-"""Who uses a cluster and writes down what happens: publishers that know what they sent, and
-consumers that keep what they are told, crash, and go on. Real clusters and simulated ones are the
-same to them."""
+"""Clients that record what happens: publishers that know what they sent, and consumers that store
+what they receive, crash, and continue. They work with real and simulated clusters."""
 
 from __future__ import annotations
 
@@ -64,13 +63,13 @@ Sleep = Callable[[float], Awaitable[None]]
 """Waits for so many seconds."""
 
 VERSIONS_MAX: Final = 30
-"""Snapshot ends that a consumer can go back to."""
+"""How many snapshot ends a consumer keeps to go back to."""
 
 
 @attrs.define
 class PartitionLoad:
-    """The keys of one partition that one publisher writes to, one batch after the other; so it is
-    known in which order.
+    """The keys of one partition to which one publisher writes, one batch after the other, so that
+    the order of writes is known.
 
     Attributes:
         partition: The partition.
@@ -85,12 +84,12 @@ class PartitionLoad:
 
 
 class RecordedPublisher:
-    """Writes until it is told to stop. When its library gives up, it begins with other keys: what
-    it has in doubt may still come, after what it would write next.
+    """Writes until it is told to stop. When the client library gives up, the publisher continues
+    with other keys: batches whose outcome is unknown may still be applied, after later ones.
 
     Args:
-        expiry: When what is to expire does, in seconds since 1970; None for nothing that does.
-        key_prefix: What its keys begin with.
+        expiry: Returns the time at which items expire, in seconds since 1970; None for never.
+        key_prefix: The prefix of its keys.
     """
 
     def __init__(
@@ -143,11 +142,12 @@ class RecordedPublisher:
         return PartitionLoad(PartitionId(partition), keys[:6], keys[6:])
 
     def crash(self) -> None:
-        """It is killed, and begins again with other keys: what it has written stays as it is."""
+        """Kills the publisher. It starts again with other keys, and does not change the old
+        ones."""
         self._scope.cancel()
 
     async def run(self) -> None:
-        """Writes, for as long as it is wanted."""
+        """Writes until `stopping` is set."""
         while not self.stopping:
             self._generation += 1
             with trio.CancelScope() as self._scope:
@@ -204,8 +204,8 @@ class RecordedPublisher:
                     self._history.add(Answered(row.key, operation_number, False))
 
     def _rows(self, load: PartitionLoad) -> list[tuple[int, Mutation]]:
-        """A batch, each operation with its number among those of its key. A key may come twice: its
-        first value is then superseded before anybody sees it."""
+        """A batch; each operation has its number among those of its key. A key may occur twice: its
+        first value is then superseded before any consumer receives it."""
         chance = self._chance
         if chance.random() < 0.2:
             keys = [chance.choice(load.counters)]
@@ -225,7 +225,7 @@ class RecordedPublisher:
                 Operation.INCREMENT, key, counter_delta(Operation.INCREMENT, 1, 1, create=True)
             )
         if operation_number and self._chance.random() < 0.1:
-            # Of a key that is not there it fails, and that is an answer, too.
+            # If the key is missing, the deletion fails, which is an answer, too.
             self._history.add(Sent(self.name, key, operation_number, None, self._level))
             return Mutation(Operation.DELETE, key)
         self._number += 1
@@ -243,7 +243,7 @@ class RecordedPublisher:
 async def contents_of(
     url: str, numbers: list[PartitionId], state: PartitionState, dial: Dial = dial_tcp
 ) -> dict[PartitionId, Items]:
-    """What one node holds of partitions that are all in one state there."""
+    """The items that one node has of partitions that are all in the same state there."""
     items_of: dict[PartitionId, Items] = {partition: {} for partition in numbers}
     if not numbers:
         await trio.lowlevel.checkpoint()
@@ -258,13 +258,14 @@ async def contents_of(
 
 
 def rows_of(chunk: Chunk) -> tuple[Row, ...]:
-    """A chunk, as histories have it."""
+    """The rows of a chunk, as histories contain them."""
     return tuple(Row(row.seq, row.op, row.key, row.value) for row in chunk)
 
 
 @attrs.frozen
 class Version:
-    """What a consumer had of a partition at a snapshot's end, and the log that it had been told."""
+    """A consumer's items of a partition at a snapshot's end, and the failover log that it then
+    had."""
 
     items: Items
     log: FailoverLog
@@ -272,14 +273,14 @@ class Version:
 
 @attrs.define
 class Kept:
-    """What a consumer has on its disk: where it is, and what it was told up to there."""
+    """What a consumer has on its disk: its position, and its items up to there."""
 
     state: ResumeState
     items: dict[PartitionId, Items] = attrs.field(factory=dict)
     versions: dict[PartitionId, dict[SeqNo, Version]] = attrs.field(factory=dict)
 
     def copy(self) -> Kept:
-        """One that goes its own way."""
+        """A copy that can be changed independently."""
         return Kept(
             self.state.copy(),
             {partition: dict(items) for partition, items in self.items.items()},
@@ -291,13 +292,14 @@ class RecordedConsumer:
     """Keeps a copy of the bucket.
 
     Args:
-        undoes: Whether it keeps earlier versions, and goes back to one; if not, it begins again.
-        state: What the partitions must be where it reads them.
-        pause_s: How long it takes over each event, on average.
-        keeps: How often it keeps what it has, beside how often it is told something.
+        undoes: Whether it keeps earlier versions, and goes back to one at a rollback; if not, it
+            starts again from 0.
+        state: The state in which the partitions must be at the node that streams them.
+        pause_s: How long it waits after each event, on average.
+        keeps: The probability with which it saves its copy after an event.
         follow_map: Whether it reads each partition at the node that has it by the bucket's map;
-            else it reads all of `partitions` at the node that `url` names.
-        partitions: What it reads; None for everything.
+            else it reads all of `partitions` at the node in `url`.
+        partitions: The partitions that it reads; None for all.
     """
 
     def __init__(
@@ -332,21 +334,21 @@ class RecordedConsumer:
         self.pause_s = pause_s
         self.kept = Kept(ResumeState(Address.parse(url).bucket))
         self.old: list[Kept] = []
-        """Some of what it had on disk earlier: from each of it it could go on."""
+        """Some earlier states of its disk; it could continue from each of them."""
         self.undone: list[Kept] = []
-        """What it had on disk when it had gone back, and had not said so yet."""
+        """States of its disk after it had rolled back, and before it had told the server so."""
         self._now = self.kept
         self.events = 0
         self.rollbacks = 0
         self._is_undoing = False
-        # By partition, how much it has of the snapshot that it is in, and where that ends.
+        # By partition, how far it has received the present snapshot, and where that ends.
         self._partial: dict[PartitionId, tuple[SeqNo, SeqNo]] = {}
         self._scope = trio.CancelScope()
         self._consumer: Consumer | None = None
 
     def is_cut_by(self, highs: dict[PartitionId, SeqNo]) -> bool:
-        """Whether it has part of a snapshot that begins at or below, and ends above, one of these
-        sequence numbers, and nothing above it."""
+        """Whether it has received a part of a snapshot whose rest is above one of these sequence
+        numbers, and nothing above that number."""
         return any(
             received <= highs.get(partition, 0) < end
             for partition, (received, end) in self._partial.items()
@@ -354,21 +356,21 @@ class RecordedConsumer:
         )
 
     def save(self) -> None:
-        """Keeps what it has, in the middle of a snapshot or not."""
-        # While it goes back, its state says that it still has what it has undone.
+        """Saves its copy, also inside a snapshot."""
+        # During a rollback its resume state still includes what it has undone.
         if not self._is_undoing:
             self.kept = self._now.copy()
 
     def crash(self) -> None:
-        """It is killed, and goes on with what it last kept."""
+        """Kills the consumer. It continues with the copy that it last saved."""
         self._scope.cancel()
 
     def ends(self) -> dict[PartitionId, SeqNo]:
-        """How far it is."""
+        """By partition, the end of its last complete snapshot."""
         return {p: position.last_complete for p, position in self._now.state.positions.items()}
 
     async def run(self) -> None:
-        """Follows, whatever happens."""
+        """Consumes for ever, with new connections after errors and crashes."""
         while True:
             self._restart(self.kept)
             with trio.CancelScope() as self._scope:
@@ -382,7 +384,7 @@ class RecordedConsumer:
             await self._sleep(self._chance.random() * 0.5)
 
     async def read_all_again_and_again(self) -> None:
-        """From nothing to what there is now, whatever happens meanwhile."""
+        """Reads everything up to now, from nothing, again and again, in spite of errors."""
         while True:
             await self._sleep(self._chance.random())
             with trio.CancelScope() as self._scope:
@@ -395,11 +397,11 @@ class RecordedConsumer:
                     self._history.add(Said(self.name, f"{error}"))
 
     async def read_all(self) -> None:
-        """From nothing to what there is now."""
+        """Reads everything up to now, from nothing."""
         await self.catch_up_from(Kept(ResumeState(Address.parse(self._url).bucket)))
 
     async def catch_up_from(self, saved: Kept) -> None:
-        """Goes on from what it had at some time, to what there is now."""
+        """Continues from an earlier state, and reads everything up to now."""
         self._restart(saved)
         self._history.add(AskedForNow(self.name))
         await self._follow(end="now")
@@ -475,7 +477,7 @@ class RecordedConsumer:
             if len(versions) > VERSIONS_MAX:
                 del versions[next(iter(versions))]
         elif isinstance(event, StreamEnded):
-            # A replica has what has come to it, and nobody promises more.
+            # A replica may be behind, so its end proves nothing.
             if event.reason is Status.END_REACHED and self._state is PartitionState.ACTIVE:
                 position = now.state.position(event.partition)
                 history.add(ReachedNow(name, event.partition, position.last_complete, position.log))
@@ -490,7 +492,8 @@ class RecordedConsumer:
         to = max((end for end in versions if end <= ceiling), default=SeqNo(0))
         self._go_back(partition, ceiling, to)
         if self._chance.random() < 0.5:
-            # For good: it may be killed before it can say how far it went.
+            # Save at once: the consumer may be killed before it tells the server how far it went
+            # back.
             assert self._consumer is not None
             self._now.state = self._consumer.processed_state
             self.kept = self._now.copy()

@@ -1,7 +1,7 @@
-"""A consumer in a process of its own that keeps what it is told in a file, and can be killed.
+"""A consumer in a process of its own that stores what it receives in a file, and can be killed.
 
-It is forked from a process that has loaded everything already: so a test can have hundreds of them,
-one after the other, at the price of a few milliseconds each.
+It is forked from a process that has imported everything already. So a test can start hundreds of
+them, one after the other, in a few milliseconds each.
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ END: Final = b"the end"
 
 
 class Entry(msgspec.Struct, frozen=True, array_like=True):
-    """What one event came to.
+    """A journal entry for one event.
 
     Attributes:
-        partition: Its partition.
-        dropped: Whether what was there of the partition is no longer.
-        mutations: Number, key, and value or None for a deletion.
-        state: The resume state with this event; empty where that is kept elsewhere.
-        is_end: Whether the last barrier came back.
+        partition: The event's partition.
+        dropped: Whether the partition's earlier items are removed.
+        mutations: Sequence number, key, and value; the value is None for a deletion.
+        state: The resume state after this event; empty if it is stored elsewhere.
+        is_end: Whether the last barrier has returned.
     """
 
     partition: int = -1
@@ -59,13 +59,13 @@ class Entry(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Journal:
-    """Entries in a file, each whole or not there at all.
+    """Entries in a file, each stored completely or not at all.
 
     Attributes:
-        items: What they come to: by partition and key its number and value.
+        items: The result of all entries: by partition and key, the sequence number and value.
         state: The last resume state.
-        entries: How many there are.
-        ended: Whether the last barrier came back.
+        entries: The number of entries.
+        ended: Whether the last barrier has returned.
     """
 
     def __init__(self, file: BinaryIO) -> None:
@@ -80,21 +80,21 @@ class Journal:
             length, crc = _HEAD.unpack_from(data, offset)
             payload = data[offset + _HEAD.size : offset + _HEAD.size + length]
             if len(payload) < length or crc32(payload) != crc:
-                break  # its writer was killed
+                break  # the writer was killed while it wrote this entry
             self._apply(msgspec.msgpack.decode(payload, type=Entry))
             offset += _HEAD.size + length
         self._whole = offset
 
     @classmethod
     def read(cls, path: Path) -> Self:
-        """The journal in `path`, as far as it goes."""
+        """The journal in `path`, up to its last complete entry."""
         path.touch()
         with path.open("rb") as file:
             return cls(file)
 
     @classmethod
     def open(cls, path: Path) -> Self:
-        """The journal in `path`, to be gone on with."""
+        """The journal in `path`, ready for more entries."""
         path.touch()
         journal = cls(path.open("r+b", buffering=0))
         journal._file.truncate(journal._whole)
@@ -102,7 +102,7 @@ class Journal:
         return journal
 
     def append(self, entry: Entry) -> None:
-        """Adds an entry: it survives the process from here on."""
+        """Adds an entry, which is then kept even if the process is killed."""
         payload = msgspec.msgpack.encode(entry)
         self._file.write(_HEAD.pack(len(payload), crc32(payload)) + payload)
         self._apply(entry)
@@ -132,11 +132,11 @@ class Order(msgspec.Struct, frozen=True):
 
     Attributes:
         url: The bucket.
-        folder: Where it keeps its journal, and what it has to complain of.
-        keeps_state: Its resume state stands in the journal, with the data that it is about; or it
-            leaves it to the library, in a file beside it, and may be told things twice.
-        ends: Whether it sends the last barrier at once; if not, it does when it gets SIGUSR1.
-        pause_s: How long it takes over each event.
+        folder: The folder of its journal and of its error.
+        keeps_state: Where the resume state is stored: in the journal, with the data; or by the
+            library in a file of its own, so that events may be received twice.
+        ends: Whether it sends the last barrier at once; if not, it sends it at SIGUSR1.
+        pause_s: How long it waits after each event.
         window_bytes: Its window.
     """
 
@@ -149,17 +149,17 @@ class Order(msgspec.Struct, frozen=True):
 
     @property
     def journal_path(self) -> Path:
-        """Where its journal is."""
+        """The path of its journal."""
         return Path(self.folder, "journal")
 
     @property
     def state_path(self) -> Path:
-        """Where its resume state is, if that is in a file beside it."""
+        """The path of its resume state, if that is in a file of its own."""
         return Path(self.folder, "state")
 
     @property
     def complaint_path(self) -> Path:
-        """What it wrote before it ended in another way than it should."""
+        """The path of the error with which it ended, if it failed."""
         return Path(self.folder, "complaint")
 
 
@@ -169,7 +169,7 @@ async def _keep_recording(order: Order) -> None:
             await _record(order)
             return
         except BrokenError:
-            # The first connection is tried once. Whoever runs such a program starts it again.
+            # The library tries the first connection once. A user would start the program again.
             await trio.sleep(0.01)
 
 
@@ -220,12 +220,12 @@ def _rows(event: ChunkReceived) -> list[tuple[int, bytes, bytes | None]]:
     ]
 
 
-# The process that all of them are forked from.
+# The process from which all recorders are forked.
 
 
 def _fork_on_request() -> None:
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody asks for their exit codes
-    # One that comes before its receiver is ready waits.
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # their exit codes are not needed
+    # A signal that arrives before its receiver is ready stays pending.
     signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGUSR1,))
     for line in sys.stdin.buffer:
         order = msgspec.json.decode(line, type=Order)
@@ -242,7 +242,7 @@ def _fork_on_request() -> None:
 
 
 class Recorder:
-    """A recorder at work.
+    """A running recorder.
 
     Attributes:
         order: What it is to do.
@@ -260,17 +260,17 @@ class Recorder:
                 signal.pidfd_send_signal(self._pid_fd, signal_number)
 
     async def kill(self) -> None:
-        """Ends it as a crash would."""
+        """Kills it, as a crash would."""
         self._signal(signal.SIGKILL)
         await self._wait()
 
     async def finish(self) -> None:
-        """Has it end at a barrier sent from now on."""
+        """Makes it send its last barrier now, and waits for its end."""
         self._signal(signal.SIGUSR1)
         await self.ended()
 
     async def ended(self) -> None:
-        """Waits until it ended by itself, at its last barrier."""
+        """Waits until it has ended by itself, at its last barrier."""
         await self._wait()
         assert Journal.read(self.order.journal_path).ended, self.complaint
 
@@ -285,12 +285,12 @@ class Recorder:
 
     @property
     def complaint(self) -> str:
-        """Why it ended in another way than it should."""
+        """The error with which it ended; empty if there was none."""
         path = self.order.complaint_path
         return path.read_text() if path.exists() else ""
 
     def close(self) -> None:
-        """Ends it, if it has not ended, and lets go of it."""
+        """Kills it, if it still runs, and releases its descriptor."""
         if self._pid_fd is not None:
             self._signal(signal.SIGKILL)
             os.close(self._pid_fd)
@@ -306,7 +306,7 @@ class Recorders:
 
     @asynccontextmanager
     async def start(self, order: Order) -> AsyncIterator[Recorder]:
-        """A recorder that is at work for as long as the context, unless it ends before."""
+        """A recorder that runs while the context lasts, unless it ends before."""
         stdin, stdout = self._process.stdin, self._process.stdout
         assert stdin is not None
         assert stdout is not None
@@ -324,7 +324,7 @@ class Recorders:
 
 @asynccontextmanager
 async def recorders() -> AsyncIterator[Recorders]:
-    """A process that recorders are forked from, for as long as the context."""
+    """A process from which recorders are forked, while the context lasts."""
     process = await trio.lowlevel.open_process(
         (sys.executable, "-m", "tests.kit.recorder"),
         stdin=subprocess.PIPE,

@@ -1,4 +1,4 @@
-"""Python's collector kept from its work, so that a reference cycle shows: nothing frees it."""
+"""Turns Python's garbage collector off, so that a reference cycle shows: nothing frees it."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Holds the server to what its requests declare: with which statuses each may be refused. The
-protocol document lists them."""
+"""Checks that each request is refused only with the statuses that it declares, which are those in
+the protocol document."""
 
 from __future__ import annotations
 

@@ -40,8 +40,8 @@ class RepeatedTask:
     Args:
         name: Its name.
         url: Where the bucket is.
-        history: What it writes down.
-        chance: What it draws from.
+        history: Records what it sends, and the answers.
+        chance: The random number generator.
         partitions: The bucket's.
         dial: How nodes are reached.
         sleep: Waits for so many seconds.
@@ -73,7 +73,7 @@ class RepeatedTask:
         self._sent_keys: set[bytes] = set()
 
     async def run(self) -> None:
-        """Runs tasks, for as long as it is wanted."""
+        """Runs tasks until `stopping` is set."""
         while not self.stopping:
             self._task_number += 1
             await self._run_task()

@@ -1,4 +1,4 @@
-"""Trio's scheduler, with a seed: it draws the order of the tasks that are ready."""
+"""Seeds Trio's scheduler, which draws the order of the tasks that are ready."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ import trio._core._run as trio_run
 
 @contextmanager
 def seeded_scheduler(seed: int) -> Iterator[None]:
-    """Has Trio draw the same orders for the same seed.
+    """Makes Trio draw the same orders for the same seed.
 
-    These are private parts of Trio, which is pinned: tests/simulation/test_world.py notices when
-    they change.
+    These are private parts of Trio, which is pinned: a test in tests/simulation/test_world.py fails
+    if they change.
     """
     parts: Any = trio_run
     before = parts._ALLOW_DETERMINISTIC_SCHEDULING, parts._r.getstate()

@@ -1,4 +1,4 @@
-"""What work costs, in steps of Trio's tasks: a count that no load of the machine changes."""
+"""Measures work in steps of Trio's tasks: this count does not depend on the load of the machine."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class StepCounter(trio.abc.Instrument):
 
 @contextmanager
 def counted_steps() -> Iterator[StepCounter]:
-    """Counts as long as the context lasts."""
+    """Counts steps while the context lasts."""
     counter = StepCounter()
     trio.lowlevel.add_instrument(counter)
     try:
@@ -31,7 +31,7 @@ def counted_steps() -> Iterator[StepCounter]:
 
 
 class LargestStep(trio.abc.Instrument):
-    """Notes by how much one step of any task has raised a number at most."""
+    """Records the largest increase of a number within one step of any task."""
 
     def __init__(self, number: Callable[[], int]) -> None:
         self.added_count = 0

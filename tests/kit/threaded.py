@@ -1,4 +1,4 @@
-"""Servers in a thread of their own, for clients that block the one they are in."""
+"""Servers in a thread of their own, for tests of clients that block their thread."""
 
 from __future__ import annotations
 
@@ -20,28 +20,28 @@ T = TypeVar("T")
 
 
 class TrioThread:
-    """A thread in which Trio runs.
+    """A thread that runs Trio.
 
     Attributes:
         token: For `trio.from_thread`.
-        nursery: Where things run until the thread ends.
+        nursery: Runs tasks until the thread ends.
     """
 
     token: trio.lowlevel.TrioToken
     nursery: trio.Nursery
 
     def call(self, function: Callable[[], T]) -> T:
-        """Calls `function` in the thread and waits for what it gives."""
+        """Calls `function` in the thread, and returns its result."""
         return trio.from_thread.run_sync(function, trio_token=self.token)
 
     def run(self, function: Callable[[], Awaitable[T]]) -> T:
-        """Runs `function` in the thread and waits for what it gives."""
+        """Runs the asynchronous `function` in the thread, and returns its result."""
         return trio.from_thread.run(function, trio_token=self.token)
 
 
 @contextmanager
 def trio_thread() -> Iterator[TrioThread]:
-    """Runs Trio in a thread for as long as the context."""
+    """Runs Trio in a thread while the context lasts."""
     new_thread = TrioThread()
     ready = threading.Event()
 
@@ -63,15 +63,15 @@ def trio_thread() -> Iterator[TrioThread]:
 
 
 class ThreadedFake:
-    """A `FakeServer` in a thread, and the way to it.
+    """A `FakeServer` in a thread, and connections to it.
 
     Attributes:
-        server: The server; to be looked at while nobody talks to it; otherwise through
+        server: The server. While a client uses it, access it only through
             `thread.call`.
-        thread: Where it runs.
-        budgets: For each connection to come, how many bytes from the server it carries.
+        thread: The thread.
+        budgets: For each future connection, how many bytes it carries from the server.
         down: Whether connections are refused.
-        dialled: How many times a connection was asked for.
+        dialled: How many times a client has tried to connect.
     """
 
     def __init__(self, thread: TrioThread) -> None:
@@ -96,7 +96,7 @@ class ThreadedFake:
         self.thread.nursery.start_soon(self.server.serve, ShortLived(stream, budget))
 
     def cut(self) -> None:
-        """Ends every connection there is."""
+        """Ends every connection."""
         self.thread.call(self._cut)
 
     def _cut(self) -> None:
@@ -105,7 +105,7 @@ class ThreadedFake:
 
 
 class ShortLived(trio.abc.Stream):
-    """A server's stream that is closed after so many bytes to the client."""
+    """A server's stream that closes after so many bytes to the client."""
 
     def __init__(self, stream: trio.abc.Stream, budget: int) -> None:
         self._stream = stream
@@ -130,11 +130,11 @@ class ShortLived(trio.abc.Stream):
 
 
 class ThreadedCluster:
-    """A `FakeCluster` in a thread, and the way to it.
+    """A `FakeCluster` in a thread, and connections to it.
 
     Attributes:
-        cluster: The cluster; changed through `thread.call`.
-        thread: Where it runs.
+        cluster: The cluster; change it only through `thread.call`.
+        thread: The thread.
         down: Nodes whose connections are refused.
     """
 
@@ -160,7 +160,7 @@ class ThreadedCluster:
         self.thread.call(lambda: self.cluster.move(changed, tell=tell))
 
     def kill(self, name: str) -> None:
-        """A node is gone."""
+        """Makes a node unreachable."""
         self.down.add(name)
         self.thread.call(lambda: self._cut(name))
 

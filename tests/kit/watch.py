@@ -1,4 +1,4 @@
-"""How much memory something takes, looked at again and again."""
+"""Measures how much memory something needs, again and again."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ class Watch:
     """See the module.
 
     Args:
-        look: How much it takes now.
+        look: Returns how much memory it uses now.
 
     Attributes:
-        empty_bytes: What it took in the beginning.
-        peak_bytes: The most that was seen.
+        empty_bytes: The use at the beginning.
+        peak_bytes: The highest use that was measured.
     """
 
     def __init__(self, look: Callable[[], int]) -> None:
@@ -26,12 +26,12 @@ class Watch:
         self.empty_bytes = self.peak_bytes = look()
 
     async def run(self) -> None:
-        """Looks, again and again."""
+        """Measures again and again."""
         while True:
             self.peak_bytes = max(self.peak_bytes, self._look())
             await trio.sleep(WATCH_S)
 
     @property
     def more_bytes(self) -> int:
-        """How much more than in the beginning it took at most."""
+        """How much higher the peak is than the use at the beginning."""
         return self.peak_bytes - self.empty_bytes

@@ -28,8 +28,8 @@ class WrongStateConsumer:
         name: Its host.
         urls: The bucket's URL at each node.
         partition_count: How many partitions the bucket has.
-        history: Where it writes down what it was streamed.
-        chance: The source of chance.
+        history: Records what was streamed to it.
+        chance: The random number generator.
         dial: How it reaches nodes.
         sleep: How it waits.
     """
@@ -54,7 +54,7 @@ class WrongStateConsumer:
         self._sleep = sleep
 
     async def run(self) -> None:
-        """Asks, whatever happens."""
+        """Asks again and again, in spite of errors."""
         while True:
             await self._sleep(self._chance.random() * 0.2)
             try:
