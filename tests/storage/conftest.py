@@ -1,4 +1,4 @@
-"""Maps for a bucket's log and index, of both kinds."""
+"""Maps for a bucket's log and index: LMDB's and simulated ones."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from upr_server.storage.simulated_disk import SimulatedDisk
 
 @pytest.fixture(params=["lmdb", "simulated"])
 def log_and_index(request: pytest.FixtureRequest, tmp_path: Path) -> list[OrderedMap]:
-    """Two empty maps; the test closes them."""
+    """Two empty maps, which the test closes."""
     maps: list[OrderedMap] = []
     for name in ("log", "index"):
         if request.param == "lmdb":

@@ -1,13 +1,13 @@
-"""The programs of the tests of crash states, as processes of their own.
+"""The programs of the tests of crash states, which run as processes of their own.
 
-`record` writes a log for a while and notes every write; `replay` makes of that what a crash may
-leave, opens each such file and says what it found; `replay-lies` does the same with a disk that
-says too early that something is on it, which must be found out. A file that is damaged in LMDB's
-own pages may kill its reader, and what is redirected in a library stays redirected: hence the
-processes.
+`record` writes a log for a while and records every write. `replay` makes the files that a crash may
+leave of it, opens each of them and reports what it found. `replay-lies` does the same with a disk
+that reports too early that data is on it; the replay must detect that. They are processes because
+damage in LMDB's own pages may crash the reader, and because functions that are redirected in a
+library stay redirected.
 
-What a disk may do with writes that no sync followed: keep each of them, lose it, or keep any of its
-sectors of 512 bytes, independently of the others.
+A disk may do this with each write that no sync followed: keep it, lose it, or keep any of its
+sectors of 512 bytes, independently of the other writes.
 """
 
 from __future__ import annotations
@@ -68,13 +68,13 @@ class Tally(msgspec.Struct):
 
     Attributes:
         states: How many states were opened.
-        different: How many of these files differ.
+        different: How many different files these states are.
         lost: Writes that were lost in them.
-        torn: Writes of which some sectors were lost.
-        written_on: States in which one more commit was made.
-        newer: States inside a commit in which that commit was there already.
+        torn: Writes in them of which some sectors were lost.
+        written_on: States in which one more commit succeeded.
+        newer: States during a commit that already contain that commit.
         commits: Commits in the recording.
-        wrong: What was not as it should be.
+        wrong: The errors that were found.
     """
 
     states: int = 0
@@ -92,7 +92,7 @@ def record_of(high: int) -> PartitionRecord:
 
 
 def digest_of(ordered_map: OrderedMap) -> bytes:
-    """Of all keys and values."""
+    """A digest of all keys and values."""
     digest = hashlib.sha256()
     with ordered_map.read() as transaction:
         for key, value in transaction.scan(b"\0", b"\xff" * 40):
@@ -119,7 +119,7 @@ def some_chunk(random: Random, start: int) -> Chunk:
 
 
 def commit_some(log: ChunkLog, random: Random) -> None:
-    """One commit of one to all partitions."""
+    """Commits to one or more partitions."""
     writes = []
     for partition in sorted(random.sample(range(PARTITIONS), random.randint(1, PARTITIONS))):
         high = int(log.high_seq(partition))
@@ -134,7 +134,7 @@ def commit_some(log: ChunkLog, random: Random) -> None:
 
 
 def record(folder: Path) -> Recording:
-    """The recording of a log's life."""
+    """Records the writes of a log."""
     compaction.CHUNK_BYTES = 16 * 1024  # type: ignore[misc]
     compaction.WHOLE_BYTES_MIN = 8 * 1024  # type: ignore[misc]
     random = Random(4)
@@ -171,11 +171,11 @@ def record(folder: Path) -> Recording:
 
 
 class Disk:
-    """A file: what of it is on disk, and what was written since.
+    """A file: its part on disk, and the writes since the last sync.
 
     Args:
-        image: What is on disk at first.
-        is_honest: Whether what was synced is; if not, only later, `LIE_WRITES` behind.
+        image: The initial content of the disk.
+        is_honest: Whether synced data is on disk; if not, `LIE_WRITES` writes later.
     """
 
     def __init__(self, image: bytes, *, is_honest: bool = True) -> None:
@@ -198,7 +198,7 @@ class Disk:
             raise TypeError("a file that LMDB writes does not change its length otherwise")
 
     def crashed(self, random: Random, doing: Event | None, tally: Tally) -> bytes:
-        """What is there after a crash; of what was being done, a write may have been begun."""
+        """A file that a crash may leave. During a write, a part of it may be on disk."""
         image = bytearray(self._image)
         writes = [*self.pending, doing] if isinstance(doing, Write) else self.pending
         likely = random.choice((0.1, 0.5, 0.9))
@@ -219,7 +219,7 @@ def _write(image: bytearray, offset: int, data: bytes) -> None:
 
 
 def _tear(image: bytearray, write: Write, random: Random) -> bool:
-    """Keeps some sectors of a write, and says whether others were lost."""
+    """Keeps some sectors of a write, and returns whether others were lost."""
     offset, end = write.offset, write.offset + len(write.data)
     kept_sectors = lost_sectors = 0
     while offset < end:
@@ -236,7 +236,7 @@ def _tear(image: bytearray, write: Write, random: Random) -> bool:
 def states(
     recording: Recording, tally: Tally, disk: Disk
 ) -> Iterator[tuple[str, bytes, list[bytes]]]:
-    """Each state: its name, its file, and the digests that are right, the older first."""
+    """Each state: its name, its file, and the correct digests, the older one first."""
     random = Random(5)
     reported = recording.digest
     following = [event.digest for event in recording.events if isinstance(event, Reported)]
@@ -256,7 +256,7 @@ def states(
 
 
 def read_all(log: ChunkLog) -> None:
-    """Every record and every chunk, with all their checksums."""
+    """Reads every record and every chunk, and checks all checksums."""
     for index, partition in enumerate(log.load().partitions):
         after, high = 0, partition.record.high
         while after < high:
@@ -292,7 +292,7 @@ def replay(recording: Recording, folder: Path, states_max: int, *, is_honest: bo
         path.write_bytes(image)
         with suppress(FileNotFoundError):
             (folder / "lock.mdb").unlink()
-        # Where this stands when the process is killed, it says.
+        # If the process crashes, this file has the name of the state.
         (folder / "state").write_text(name)
         try:
             examine(folder, right, tally)

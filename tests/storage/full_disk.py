@@ -11,8 +11,8 @@ from upr_server.storage.simulated_disk import SimulatedDisk
 
 
 class FullDisk(SimulatedDisk):
-    """A disk with room for commits of few changes. In a tree that is copied on write, each change
-    takes pages, also a deletion, and what it gives back can be used by later commits only.
+    """A disk with room for small commits only. In a copy-on-write tree each change needs free
+    pages, also a deletion; the pages that it frees can only be used by later commits.
 
     Attributes:
         changes_max: How many records a commit may change.

@@ -1,4 +1,4 @@
-"""What a bucket's log should hold: every mutation that was ever committed, in a plain list."""
+"""A model of a bucket's log: a plain list of all committed mutations."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Contents = dict[bytes, Mutation]
 """The items that exist, by key."""
 
 READ_BYTES: Final = 300
-"""So little that most reads take several transactions."""
+"""A limit so low that most reads take several transactions."""
 
 
 def record_of(high: int) -> PartitionRecord:
@@ -23,7 +23,7 @@ def record_of(high: int) -> PartitionRecord:
 
 
 def row(op: Operation, key: bytes, seq: int, cas: int, expiry: int = 0, size: int = 8) -> Mutation:
-    """A mutation as it is stored, with a value that no other has."""
+    """A mutation as it is stored, with a value that no other mutation has."""
     value = (b"%d of " % seq + key).ljust(size, b".") if op is Operation.SET else b""
     return Mutation(op, key, value, SeqNo(seq), Cas(cas), seq % 3, expiry)
 
@@ -36,7 +36,7 @@ def chunk_of(rows: Iterable[Mutation], start: int, end: int) -> Chunk:
 
 
 def apply(contents: Contents, rows: Iterable[Mutation]) -> Contents:
-    """`contents` with `rows` applied, as a consumer does."""
+    """`contents` after a consumer has applied `rows`."""
     changed = dict(contents)
     for row in rows:
         if row.op is Operation.SET:
@@ -49,7 +49,8 @@ def apply(contents: Contents, rows: Iterable[Mutation]) -> Contents:
 def read(
     log: ChunkLog, partition: int, start: int, end: int, bytes_max: int = READ_BYTES
 ) -> list[Mutation]:
-    """What the log has of (start, end], in its order; its chunks touch."""
+    """The mutations in the log in (start, end], in order; checks that each chunk begins where the
+    one before ends."""
     rows: list[Mutation] = []
     after = start
     while after < end:
@@ -68,9 +69,9 @@ class Model:
     """All partitions of one bucket.
 
     Attributes:
-        histories: Every mutation of each partition.
-        highs: The high number of each.
-        ends: The snapshots' ends of each, 0 first.
+        histories: By partition, all mutations.
+        highs: By partition, the highest sequence number.
+        ends: By partition, 0 and then the snapshots' ends.
     """
 
     def __init__(self, partitions: int) -> None:
@@ -79,11 +80,11 @@ class Model:
         self.ends = [[0] for _ in range(partitions)]
 
     def contents(self, partition: int, seq: int) -> Contents:
-        """What existed when `at` was the newest number."""
+        """The items that existed when `at` was the newest sequence number."""
         return apply({}, (row for row in self.histories[partition] if row.seq <= seq))
 
     def take(self, writes: Sequence[PartitionWrite]) -> None:
-        """They were committed."""
+        """Adds mutations that were committed."""
         for write in writes:
             partition = write.partition
             for chunk in write.chunks:
@@ -92,7 +93,8 @@ class Model:
             self.ends[partition].append(write.record.high)
 
     def check_read(self, log: ChunkLog, partition: int, start: int, end: int) -> None:
-        """A consumer at `start` that reads up to `end` has what existed there."""
+        """Checks that a consumer at `start` that reads up to `end` has the items that existed
+        there."""
         rows = read(log, partition, start, end)
         contents = apply(self.contents(partition, start), rows)
         assert contents == self.contents(partition, end)

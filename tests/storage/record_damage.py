@@ -1,4 +1,4 @@
-"""Flipping bits in single records of a log, in the file of a real LMDB."""
+"""Flips bits in single records of a log, in the file of a real LMDB."""
 
 from __future__ import annotations
 
@@ -29,20 +29,20 @@ def records(bucket: Path, first: bytes = b"\1") -> dict[bytes, bytes]:
 
 
 def flip(bucket: Path, key: bytes, bit: int) -> None:
-    """Flips one bit of the value of a record, wherever the file has it."""
+    """Flips one bit of a record's value, at each place where the file has it."""
     with opened_log(bucket) as log, log.read() as transaction:
         value = bytes(transaction.get(key) or b"")
     flip_in_file(bucket / "log" / "data.mdb", key, value, bit)
 
 
 def flip_in_file(file: Path, key: bytes, value: bytes, bit: int) -> None:
-    """Flips one bit of a record of the file of an LMDB, wherever the file has the record."""
+    """Flips one bit of a record in an LMDB file, at each place where the file has the record."""
     damaged = bytearray(value)
     damaged[bit // 8] ^= 1 << bit % 8
     content = file.read_bytes()
-    # LMDB stores a short value right behind its key.
+    # LMDB stores a short value directly after its key.
     assert key + value in content, key
-    # In place: a server may have mapped the file.
+    # Written in place, because a server may have mapped the file.
     with file.open("r+b") as writable:
         place = content.find(key + value)
         while place >= 0:

@@ -1,4 +1,4 @@
-"""A small data directory with something of everything in it, and what reading it should answer."""
+"""A small data directory with every kind of record, and what reading it should return."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ Item = Mutation | None
 
 
 class Answers(msgspec.Struct):
-    """What reading answers.
+    """What reading returns.
 
     Attributes:
         stored: The records.
@@ -121,13 +121,13 @@ class Answers(msgspec.Struct):
 
 
 def wants() -> list[FetchRequest]:
-    """Every key, and some that never were."""
+    """Every key, and some keys that never existed."""
     keys = [*(key_of(index) for index in range(KEYS)), *ABSENT]
     return [FetchRequest(key, 0, True) for key in keys]
 
 
 def answers(storage: BucketStorage) -> Answers:
-    """What an undamaged directory answers."""
+    """What reading an undamaged directory returns."""
     stored_bucket = storage.log.load()
     streams = [
         [

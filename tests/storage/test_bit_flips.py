@@ -1,4 +1,5 @@
-"""Thousands of flipped bits in the data files: what is read then, and whether `check` sees it."""
+"""Thousands of flipped bits in the data files: what reads return then, and whether `check`
+notices."""
 
 from __future__ import annotations
 
@@ -50,14 +51,15 @@ Flip = tuple[str, int, int]
 
 
 def _flips(folder: Path, chance: random.Random) -> list[Flip]:
-    """Anywhere in the files."""
+    """Bits anywhere in the files."""
     sizes = {part: (folder / part / "data.mdb").stat().st_size for part in ("log", "index")}
     parts = chance.choices(list(sizes), list(sizes.values()), k=FLIPS)
     return [(part, chance.randrange(sizes[part]), chance.randrange(8)) for part in parts]
 
 
 def _flips_of_the_tree(folder: Path, chance: random.Random) -> list[Flip]:
-    """In pages that hold the tree together: chunks fill most of a file, and are alike."""
+    """Bits in the pages that hold the tree together. Most of a file is chunks, whose pages are
+    alike."""
     structural: list[tuple[str, int]] = []
     for part in ("log", "index"):
         data = (folder / part / "data.mdb").read_bytes()
@@ -67,13 +69,13 @@ def _flips_of_the_tree(folder: Path, chance: random.Random) -> list[Flip]:
                 int.from_bytes(data[offset : offset + 8], "little"),
                 data[offset + 10],
             )
-            # A branch, a leaf or a meta page; of what is left of others, the number is another.
+            # A branch, a leaf or a meta page. In remains of other pages the page number differs.
             if page_number == page and flags & 0b1011:
                 structural.append((part, page))
     flips = []
     for _ in range(FLIPS_OF_THE_TREE):
         part, page = chance.choice(structural)
-        # The head of a page, its table of places, and for the rest wherever it may be.
+        # The head of a page, its table of offsets, and anywhere in the rest.
         offset = chance.randrange(chance.choice([16, 160, PAGE_BYTES, PAGE_BYTES]))
         flips.append((part, page * PAGE_BYTES + offset, chance.randrange(8)))
     return flips
@@ -89,7 +91,7 @@ def _flip(folder: Path, flip: Flip) -> None:
 
 
 def _read(folder: Path, good: Answers) -> bytes:
-    """Reads everything that a server reads, and says how it compares."""
+    """Reads everything that a server reads, and compares it with the expected answers."""
     kinds: set[bytes] = set()
     try:
         log, index = open_bucket(folder)
@@ -97,8 +99,8 @@ def _read(folder: Path, good: Answers) -> bytes:
         return REFUSED
     storage = BucketStorage(log, index)
     try:
-        # A server that is running serves its readers whatever happens to the files; one that
-        # starts looks first.
+        # A running server serves its readers whatever happens to the files. A server that starts
+        # checks the files first.
         kinds.add(_read_records(storage, log, good))
         for partition in range(len(good.streams)):
             kinds.add(_read_stream(storage, good, partition))
@@ -131,12 +133,12 @@ def _read_records(storage: BucketStorage, log: LmdbOrderedMap, good: Answers) ->
         good.stored.partitions,
         good.stored.leases,
     )
-    # Without the mark of a clean stop the server begins a new history: safe, if not free.
+    # Without the clean-stop marker the server begins a new history, which is safe.
     return NEW_HISTORY if same_but_mark and not stored_bucket.is_clean else WRONG
 
 
 def _is_rest_equal(stored_bucket: StoredBucket, good: StoredBucket) -> bool:
-    """Whether everything is as it should be but what is refused."""
+    """Whether everything that is not refused is as expected."""
     leases = [lease for lease in good.leases if lease.lease_id not in stored_bucket.damaged_leases]
     return (stored_bucket.record, stored_bucket.partition_map, list(stored_bucket.leases)) == (
         good.record,
@@ -159,7 +161,7 @@ def _read_stream(storage: BucketStorage, good: Answers, partition: int) -> bytes
             after = read_chunks[-1].end
             chunks += map(bytes, read_chunks)
     except StorageError:
-        # Everything before the damage was read.
+        # Everything before the damage must have been read.
         return REFUSED if chunks == good_chunks[: len(chunks)] else WRONG
     except Exception:  # noqa: BLE001  # the test tells of it
         return FAULT
@@ -168,7 +170,7 @@ def _read_stream(storage: BucketStorage, good: Answers, partition: int) -> bytes
 
 def _read_items(storage: BucketStorage, good: Answers, partition: int) -> bytes:
     expected = good.items[partition]
-    # What the server knows, that has seen it come so far.
+    # The server knows this, because it was running when the changes were written.
     indexed = good.stored.partitions[partition].record.high
     try:
         items = storage.index.find_items(partition, wants(), indexed_seq=indexed)
@@ -212,7 +214,7 @@ def _is_noticed(folder: Path, name: str) -> bool:
 
 
 def _child(folder: Path, good: Answers, flips: Sequence[Flip], pipe: int) -> None:
-    """Writes two bytes a flip: what was read, and whether it is noticed."""
+    """Writes two bytes for each flip: what was read, and whether it was noticed."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     faulthandler.disable()
     for flip in flips:
@@ -224,7 +226,8 @@ def _child(folder: Path, good: Answers, flips: Sequence[Flip], pipe: int) -> Non
 
 
 def _outcomes(folder: Path, good: Answers, flips: Sequence[Flip]) -> Iterator[tuple[bytes, bytes]]:
-    """What was read, and whether it was noticed: by a process that is replaced when it dies."""
+    """What was read, and whether it was noticed, from a process that is replaced when it
+    crashes."""
     intact = {part: (folder / part / "data.mdb").read_bytes() for part in ("log", "index")}
     flip_count = 0
     while flip_count < len(flips):
@@ -251,7 +254,7 @@ def _outcomes(folder: Path, good: Answers, flips: Sequence[Flip]) -> Iterator[tu
             assert os.WTERMSIG(status) in {signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT}, flips[
                 flip_count
             ]
-            # A check that dies is one that has noticed.
+            # A check that crashes counts as noticed.
             yield outcome or DIED, b"n"
             flip_count += 1
             for part, data in intact.items():
@@ -262,7 +265,8 @@ def _outcomes(folder: Path, good: Answers, flips: Sequence[Flip]) -> Iterator[tu
 
 
 def _flips_of_branches(folder: Path) -> list[Flip]:
-    """Bits of all page numbers in branch pages, stale ones too: every fifth, or every one."""
+    """Bits of all page numbers in branch pages, including stale ones: every fifth bit, or every
+    one."""
     flips = []
     for part in ("log", "index"):
         data = (folder / part / "data.mdb").read_bytes()
@@ -281,9 +285,9 @@ Outcome = tuple[Flip, bytes, bytes]
 
 
 def _outcomes_in(folder: Path, choose: Callable[[Path], list[Flip]]) -> list[Outcome]:
-    """What becomes of a new directory under each of the flips."""
+    """The outcomes of the flips in a new directory."""
     make(folder / "made")
-    # Where there is memory for it: the files are written ten thousand times.
+    # In memory if possible, because the files are written ten thousand times.
     parent = Path("/dev/shm") if os.access("/dev/shm", os.W_OK) else folder
     with tempfile.TemporaryDirectory(dir=parent) as name:
         copy = Path(name) / BUCKET
@@ -304,7 +308,7 @@ def test_flipped_bits_are_never_served_and_always_noticed(tmp_path: Path) -> Non
     wrong = [outcome for outcome in outcomes if outcome[1] in (WRONG, OLDER, FAULT)]
     assert not wrong, f"{wrong}"
     assert not _unnoticed(outcomes)
-    # What the test is worth: so many flips did change what was read.
+    # The test is only useful if so many flips did change what was read.
     assert sum(counts.values()) == FLIPS
     assert counts[REFUSED] > FLIPS // 20, counts
     assert counts[MISSING] < FLIPS // 500, counts
@@ -318,11 +322,12 @@ def _unnoticed(outcomes: Sequence[Outcome]) -> list[Outcome]:
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("where", ["the tree's pages", "the numbers in its branches"])
 def test_a_stale_page_is_never_streamed_and_always_noticed(tmp_path: Path, where: str) -> None:
-    """The one thing that a point read can get wrong.
+    """Only single reads can return wrong data.
 
-    A page that the tree no longer uses keeps what it held until it is used again. If a flipped bit
-    makes a branch of the index name it, a key has the number that it had then; and if compaction
-    has not come by since, the log still has that version, whole. The check compares with the log.
+    A page that the tree no longer uses keeps its content until it is used again. If a flipped bit
+    makes a branch of the index refer to it, a key has the sequence number that it had then. If
+    compaction has not removed that version, the log still has it, intact. The check compares the
+    index with the log.
     """
     if where == "the tree's pages":
         outcomes = _outcomes_in(

@@ -1,4 +1,5 @@
-"""The upkeep of a bucket_storage: what it takes of the disk, and when it does what."""
+"""The maintenance of a bucket's storage: how much disk space it needs, and which step it does
+when."""
 
 from __future__ import annotations
 
@@ -60,7 +61,7 @@ def bucket(log_and_index: list[OrderedMap]) -> Iterator[BucketStorage]:
 
 
 def overwrite(bucket: BucketStorage, model: Model, random: Random, count: int = 20) -> None:
-    """One commit, of keys that are mostly there already."""
+    """Commits changes of keys that mostly exist already."""
     partition = random.randrange(PARTITIONS)
     high = model.highs[partition]
     rows = []
@@ -81,7 +82,7 @@ def tidy(
     before_cas: int = NEVER,
     leases: Sequence[tuple[int, int, int]] = (),
 ) -> list[MaintenanceStep]:
-    """Upkeep until there is nothing more to do at once."""
+    """Runs maintenance until there is nothing more to do at once."""
     steps: list[MaintenanceStep] = []
     while not steps or steps[-1].has_more:
         steps.append(bucket.maintain(urgent=urgent, leases=leases, purge_before_cas=before_cas))
@@ -98,7 +99,7 @@ def test_disk_use_is_bounded_under_steady_overwrites(bucket: BucketStorage) -> N
         figures = bucket.statistics()
         chunk_bytes = figures["chunk_bytes"]
         assert isinstance(chunk_bytes, int)
-        # What was not indexed yet counts as well: no sweep goes over it.
+        # Unindexed changes count as well, because compaction leaves them out.
         behind = 600 * (VALUE_BYTES + 100)
         assert (
             chunk_bytes
@@ -109,7 +110,7 @@ def test_disk_use_is_bounded_under_steady_overwrites(bucket: BucketStorage) -> N
     compactions = bucket.statistics()["compactions"]
     assert isinstance(compactions, int)
     assert compactions > 20
-    # 10 MB were written; the file does not grow any more, though it is never made smaller.
+    # 10 MB were written. The file has stopped growing; it is never made smaller.
     assert in_file[-1] <= in_file[3] * 1.1
     assert in_file[-1] < 3 * (2 * live_bytes_max + GARBAGE_BYTES)
     for index, high in enumerate(model.highs):
@@ -120,8 +121,8 @@ def test_disk_use_is_bounded_under_steady_overwrites(bucket: BucketStorage) -> N
 def test_disk_use_is_bounded_where_items_are_deleted(
     bucket: BucketStorage, is_opened_again: bool
 ) -> None:
-    """A deletion is small, and what it supersedes is not: as many keys are set, and then deleted,
-    again and again."""
+    """A deletion is small, and what it supersedes is not. As many keys are set as deleted, again
+    and again."""
     model, count, value_bytes = Model(PARTITIONS), 20, 4_000
     in_log: list[int] = []
     for cycle in range(8):
@@ -139,7 +140,7 @@ def test_disk_use_is_bounded_where_items_are_deleted(
             tidy(bucket, urgent=True, before_cas=model.highs[0] - 500)
             in_log.append(bucket.log.chunk_bytes()[0])
             if is_opened_again:
-                # What the items take is estimated anew.
+                # The size of the items is estimated again.
                 bucket = BucketStorage(bucket.log.ordered_map, bucket.index.ordered_map)
                 bucket.open()
     assert max(in_log) < 1.5 * 400 * (value_bytes + 100) + GARBAGE_BYTES
@@ -147,7 +148,7 @@ def test_disk_use_is_bounded_where_items_are_deleted(
 
 
 def test_disk_use_is_bounded_where_few_large_items_change_among_many_small_ones() -> None:
-    """What is overwritten is mostly as large as what takes its place, whatever the mean is."""
+    """A value is mostly about as large as the one that it replaces, whatever the mean size is."""
     bucket, model = new_bucket(SimulatedDisk(), SimulatedDisk()), Model(PARTITIONS)
     value_bytes = 4_000
     in_log: list[int] = []
@@ -188,7 +189,7 @@ def test_a_partition_that_is_always_due_keeps_no_other_from_being_compacted(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(bucket_storage, "GARBAGE_BYTES", 0)
-    # Indexing has three steps for each of compaction, in which more is superseded.
+    # There are three steps of indexing for each step of compaction, and each supersedes more.
     monkeypatch.setattr(bucket_storage, "WASTEFUL_SHARE", 1e9)
     bucket, model = new_bucket(SimulatedDisk(), SimulatedDisk()), Model(PARTITIONS)
 
@@ -215,8 +216,9 @@ def test_a_partition_that_is_always_due_keeps_no_other_from_being_compacted(
 
 
 def turns(bucket: BucketStorage) -> list[tuple[bool, int]]:
-    """How many steps of compaction (true) and of indexing follow each other, while both have
-    something to do: from the first of compaction, which is due when indexing finds out so."""
+    """How many steps of compaction (true) and of indexing follow each other while both have
+    something to do. Starts at the first step of compaction, which is due when indexing finds out
+    that it is."""
     random, model = Random(3), Model(PARTITIONS)
     for _ in range(40):
         overwrite(bucket, model, random)
@@ -224,7 +226,7 @@ def turns(bucket: BucketStorage) -> list[tuple[bool, int]]:
     for _ in range(100):
         overwrite(bucket, model, random)
     kinds = [step.is_compaction for step in tidy(bucket, urgent=True)]
-    # Until one of the two has nothing left.
+    # Ends when one of the two has nothing left.
     last = min(
         max(position for position, kind in enumerate(kinds) if kind is is_indexing)
         for is_indexing in (True, False)
@@ -245,7 +247,7 @@ def test_indexing_and_compaction_take_turns(
 
 def test_compaction_goes_first_while_too_much_is_wasted(bucket: BucketStorage) -> None:
     indexing, compacting = STEPS_WASTEFUL
-    # When it begins to be wasteful the turn of before goes on.
+    # When too much begins to be wasted, the turn that has begun is finished first.
     runs = turns(bucket)[1:]
     assert runs
     assert all(length <= (compacting if kind else indexing) for kind, length in runs), runs
@@ -363,7 +365,7 @@ def test_maintenance_resumes_after_a_full_disk() -> None:
 
 
 def test_compaction_does_not_wait_for_an_index_that_finds_no_room() -> None:
-    """It may be what makes the room."""
+    """Compaction may free the room that the index needs."""
     log, index = SimulatedDisk(), SimulatedDisk()
     bucket = new_bucket(log, index)
     random, model = Random(12), Model(PARTITIONS)
@@ -412,7 +414,7 @@ def test_a_full_disk_is_compacted_below_the_usual_garbage_limit(
         except DiskFullError:
             full += 1
             tidy(bucket, urgent=True)
-            # There is room again, and nothing more is done for it.
+            # There is room again, so compaction stops.
             overwrite(bucket, model, random)
             assert not bucket._is_full
     assert 3 < full < 100
@@ -421,15 +423,15 @@ def test_a_full_disk_is_compacted_below_the_usual_garbage_limit(
 
 
 def test_a_disk_with_room_for_small_steps_only_is_compacted() -> None:
-    """Others may have taken the room that commits leave. A large step then finds none, and nothing
-    else would ever make any."""
+    """Other programs may have taken the room that commits leave free. If compaction only tried
+    large steps, it would find no room, and nothing else would free any."""
     log, index = FullDisk(), FullDisk()
     bucket = new_bucket(log, index)
     random, model = Random(13), Model(PARTITIONS)
     for _ in range(200):
         overwrite(bucket, model, random)
     chunk_bytes = sum(bucket.log.chunk_bytes().values())
-    # Room to rewrite one chunk, and to index one of 20 mutations and the watermark.
+    # Enough to rewrite one chunk, or to index a chunk of 20 mutations with the watermark.
     log.changes_max, index.changes_max = 4, 21
     tidy(bucket, urgent=True)
     assert sum(bucket.log.chunk_bytes().values()) < chunk_bytes / 4
@@ -448,7 +450,8 @@ def test_a_disk_with_room_for_small_steps_only_is_compacted() -> None:
 def test_the_purge_number_is_reported_even_if_the_index_fails(
     monkeypatch: pytest.MonkeyPatch, error: StorageError
 ) -> None:
-    """Consumers from before it must roll back, and the deletions are gone from the log."""
+    """Consumers with a position before it must roll back, because the deletions are no longer in
+    the log."""
     bucket = new_bucket(SimulatedDisk(), SimulatedDisk())
     random, model = Random(8), Model(PARTITIONS)
 
@@ -476,10 +479,10 @@ def test_the_purge_number_is_reported_even_if_the_index_fails(
     assert purge_seqs == [partition.purge_seq for partition in bucket.log.load().partitions]
 
 
-def test_a_number_that_the_index_has_no_bits_for_concerns_its_partition_alone(
+def test_a_sequence_number_too_high_for_the_index_affects_its_partition_alone(
     bucket: BucketStorage,
 ) -> None:
-    """A replica may have got it from another node, before it refused such numbers."""
+    """A replica of an earlier version may have received it from another node."""
     seq = 1 << 63
     for partition, end in ((0, seq), (1, 1)):
         chunk = chunk_of([row(Operation.SET, b"k", end, 1)], 0, end)
@@ -518,7 +521,8 @@ def fill(bucket: BucketStorage, model: Model, random: Random) -> None:
 def test_what_leases_have_protected_is_compacted_once_they_are_released(
     monkeypatch: pytest.MonkeyPatch, is_full: bool, is_opened_again: bool
 ) -> None:
-    """While the disk is full nothing new is superseded that could be a reason to compact it."""
+    """While the disk is full, no commit supersedes anything, so there is no other reason to
+    compact."""
     log, index = SimulatedDisk(), SimulatedDisk()
     bucket = new_bucket(log, index)
     random, model = Random(11), Model(PARTITIONS)

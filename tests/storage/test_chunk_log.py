@@ -1,4 +1,4 @@
-"""The log of a bucket: commits of whole snapshots, reads, and what it refuses."""
+"""The log of a bucket: commits of whole snapshots, reads, and what the log refuses."""
 
 from __future__ import annotations
 
@@ -182,7 +182,7 @@ def test_the_number_before_a_cas_parts_the_mutations_by_it(
             for count, skipped in shapes:
                 start = highs[partition]
                 end = highs[partition] = start + count * (skipped + 1)
-                # A chunk of which compaction left nothing still covers its numbers.
+                # A chunk without mutations after compaction still covers its range.
                 seqs = set(range(start + skipped + 1, end + 1, skipped + 1)) - compacted
                 rows = [row(Operation.SET, b"key", seq, 10 * seq + 5) for seq in sorted(seqs)]
                 chunks.append(chunk_of(rows, start, end))
@@ -217,7 +217,7 @@ def test_a_read_ends_with_the_chunk_that_reaches_its_limit(log: ChunkLog) -> Non
     assert [(first.start, first.end), (second.start, second.end)] == [(3, 5), (5, 7)]
 
 
-def test_of_a_chunk_larger_than_a_read_the_front_is_read(log: ChunkLog) -> None:
+def test_a_read_returns_the_first_part_of_a_chunk_that_is_too_large(log: ChunkLog) -> None:
     first, second = some_chunk(0, 5), some_chunk(5, 5)
     log.commit([write(0, first, second)])
     for count in range(1, 5):
@@ -235,7 +235,7 @@ def test_of_a_chunk_larger_than_a_read_the_front_is_read(log: ChunkLog) -> None:
     assert log.read_chunks(0, 0, 10, bytes_max=1) == [first]
 
 
-def test_what_was_read_stays_when_the_transaction_has_ended(log: ChunkLog) -> None:
+def test_chunks_are_valid_after_their_transaction_has_ended(log: ChunkLog) -> None:
     chunk = some_chunk(0, 5)
     log.commit([write(0, chunk)])
     (middle,) = log.read_chunks(0, 0, 5, bytes_max=PLENTY)
@@ -313,7 +313,7 @@ def test_a_commit_leaves_space_for_compaction() -> None:
 
 
 def test_a_full_disk_has_room_to_delete_answers_in_small_commits() -> None:
-    """A start deletes those that the bucket has no memory for."""
+    """A start deletes the answers for which the bucket has no memory."""
     disk = FullDisk()
     log = created(disk)
     tokens = tuple(StoredAnswer(WRITER, counter, b"answer") for counter in range(1, 51))
@@ -328,7 +328,7 @@ def test_a_full_disk_has_room_to_delete_answers_in_small_commits() -> None:
 
 
 def test_a_full_disk_has_room_to_delete_leases_in_small_commits() -> None:
-    """Compaction, which alone can make room, waits until lapsed leases are deleted."""
+    """Compaction, which alone can free space, waits until lapsed leases are deleted."""
     disk = FullDisk()
     log = created(disk)
     leases = [LeaseRecord(lease_id, "a", (), 60, 1.0) for lease_id in range(1, 51)]
@@ -395,7 +395,7 @@ def test_every_flipped_bit_of_a_record_is_noticed() -> None:
         b"",
         b"\x07p",  # more than one value
         b"\x81\xa4name\xa1\xff",  # a name that is no UTF-8
-        b"\x81\xa1x" + b"\x91" * 5000 + b"\x01",  # nested beyond what Python follows
+        b"\x81\xa1x" + b"\x91" * 5000 + b"\x01",  # nested too deeply for Python's recursion limit
     ],
 )
 def test_a_sealed_record_that_cannot_be_decoded_is_damage(packed: bytes) -> None:

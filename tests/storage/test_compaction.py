@@ -1,4 +1,4 @@
-"""Log, index and compaction against the naive model, for any interleaving, crashes among it."""
+"""Log, index and compaction against a naive model, in any order of operations, with crashes."""
 
 from __future__ import annotations
 
@@ -58,8 +58,8 @@ AGES: Final = st.sampled_from([0.0, 0.5, 0.9, 1.0])
 """Which share of all tombstones is old enough to go."""
 
 
-class Life(RuleBasedStateMachine):
-    """A bucket_storage that is written to, tidied, read, and interrupted."""
+class CompactionMachine(RuleBasedStateMachine):
+    """A bucket's storage that is written, maintained, read and interrupted."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -79,10 +79,10 @@ class Life(RuleBasedStateMachine):
         self.model = Model(PARTITIONS)
         self.leases: dict[int, LeaseRecord] = {}
         self.lapsed: dict[int, LeaseRecord] = {}
-        # What was read of each range when it was leased.
+        # For each leased range, what a read returned when the lease was granted.
         self.leased_rows: dict[int, list[Mutation]] = {}
         self.cas = 0
-        # Up to where an index that was lost knew the log, which was compacted accordingly.
+        # The watermark of the lost index: the log may be compacted up to there.
         self.known = [0] * PARTITIONS
         self.open()
 
@@ -168,7 +168,7 @@ class Life(RuleBasedStateMachine):
 
     @rule(partition=st.integers(0, PARTITIONS - 1), age=AGES, steps=st.integers(1, 30))
     def sweep(self, partition: int, age: float, steps: int) -> None:
-        """Begins a sweep though not much is wasted."""
+        """Begins a compaction though not much is wasted."""
         mark = self.index.watermark(partition)
         if self.storage._compaction is None and mark.seq:
             self.storage._compaction = Compaction(self.log, self.index, partition, mark.seq)
@@ -232,8 +232,8 @@ class Life(RuleBasedStateMachine):
     # Point reads.
 
     def catch_up(self) -> None:
-        """An index that is made anew has first to come to where the one before was: what changed
-        again up to there may be gone from the log."""
+        """Indexes again what a lost index had. Before that, changes that were superseded up to the
+        lost watermark may be missing in the log."""
         for index, known in enumerate(self.known):
             while self.index.watermark(index).seq < known:
                 self.upkeep(urgent=True, age=0.0)
@@ -296,7 +296,7 @@ class Life(RuleBasedStateMachine):
         is_kept: bool,
         age: float,
     ) -> None:
-        """One of the disks fails at one of its next commits, or all is well until the end."""
+        """One of the disks fails at one of its next commits, or none does."""
         disk = self.index_disk if breaks_index else self.log_disk
         commits_left = commits
 
@@ -334,18 +334,18 @@ class Life(RuleBasedStateMachine):
         self.open()
 
 
-TestLife = Life.TestCase
+TestLife = CompactionMachine.TestCase
 TestLife.settings = PROFILE
 
 
-def test_tombstones_below_every_leased_range_go() -> None:
-    """Otherwise a program that always holds a lease on the newest changes would keep them for
+def test_tombstones_below_every_leased_range_are_removed() -> None:
+    """Otherwise a program that always holds a lease on the newest changes would keep tombstones for
     ever."""
     log, index = SimulatedDisk(), SimulatedDisk()
     ChunkLog(log).create(BucketRecord("b", 1, 0), [record_of(0)])
     storage, model = BucketStorage(log, index), Model(1)
     storage.open()
-    # Items that come and go, each with a key of its own.
+    # Items are created and deleted, each with a key of its own.
     for turn in range(20):
         start, rows = 20 * turn, list[Mutation]()
         for operation in (Operation.SET, Operation.DELETE):
@@ -361,7 +361,7 @@ def test_tombstones_below_every_leased_range_go() -> None:
     leased_rows = [read(storage.log, 0, start, end) for start, end in leases]
     sweep, steps = Compaction(storage.log, storage.index, 0, mark.seq), list[CompactionStep]()
     while not steps or not steps[-1].is_done:
-        # One of them is released in between: what was left for it is still there.
+        # One of the leases is released in between: what it protected is not yet removed.
         steps.append(sweep.step(500, leases if len(steps) < 5 else leases[1:], NEVER_TOO_YOUNG))
     purged_seqs = [seq for step in steps for _, seq in step.purged_tombstones]
     assert max(purged_seqs) == steps[-1].purge_seq == 200 <= lowest

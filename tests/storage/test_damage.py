@@ -1,4 +1,4 @@
-"""Damage concerns the changes that are damaged, and nothing else of their bucket."""
+"""Damage affects only the changes that are damaged, and nothing else of their bucket."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ CHUNK_ROWS: Final = 3
 
 
 class DamagedBucket:
-    """A bucket over simulated disks, and what it should hold.
+    """A bucket on simulated disks, and what it should contain.
 
     Attributes:
-        storage: Its storage, as after the last start.
+        storage: Its storage since the last start.
         model: What was committed.
     """
 
@@ -84,7 +84,8 @@ class DamagedBucket:
         self._index.flip_bit(expiry_key(expiry, partition, seq), self._random.randrange(8 * 8))
 
     def maintain(self) -> list[MaintenanceStep]:
-        """Maintains it until there is nothing to do. Returns the steps that met damage."""
+        """Runs maintenance until there is nothing more to do. Returns the steps that found
+        damage."""
         damaged = []
         while True:
             step = self.storage.maintain(urgent=True, leases=(), purge_before_cas=0)
@@ -105,7 +106,8 @@ class DamagedBucket:
         return self.storage.statistics()["damaged_partitions"]
 
     def check(self, partition: int, damaged_through: int = 0) -> None:
-        """Checks that each key has its newest change, or is refused as that may be damaged."""
+        """Checks that each key has its newest change, or is refused because that change may be
+        damaged."""
         for key in KEYS:
             newest = self.newest(partition, key)
             if damaged_through and (newest is None or newest.seq <= damaged_through):
@@ -130,7 +132,7 @@ def test_a_damaged_chunk_that_was_not_indexed_hides_nothing_else(
     for place in numbers:
         bucket.flip_chunk(damaged, CHUNK_ROWS * place)
     bucket.restart()
-    # Neighbouring damaged chunks are passed in one step.
+    # Neighbouring damaged chunks are skipped in one step.
     runs = [number for number in numbers if number - 1 not in numbers]
     steps = [(step.partition, step.is_stuck) for step in bucket.maintain()]
     assert steps == [(damaged, False)] * len(runs)
@@ -140,7 +142,7 @@ def test_a_damaged_chunk_that_was_not_indexed_hides_nothing_else(
         high = bucket.model.highs[partition]
         if partition != damaged:
             bucket.model.check_read(bucket.storage.log, partition, 0, high)
-    # Streams come up to the damage, and can begin behind it.
+    # Streams are read up to the damage, and can start after it.
     start = CHUNK_ROWS * (numbers[0] - 1)
     log, high = bucket.storage.log, bucket.model.highs[damaged]
     if start:
@@ -149,7 +151,8 @@ def test_a_damaged_chunk_that_was_not_indexed_hides_nothing_else(
     with pytest.raises(CorruptionError):
         log.read_chunks(damaged, start, high, bytes_max=1 << 20)
     assert read(log, damaged, end, high) == bucket.model.histories[damaged][end:]
-    # Writes go on, and what they change is known again. A later start knows of the damage.
+    # Writes continue, and the items that they change are readable again. The damage is still known
+    # after a restart.
     for _ in range(4):
         bucket.commit(damaged)
     assert not bucket.maintain()
@@ -160,7 +163,7 @@ def test_a_damaged_chunk_that_was_not_indexed_hides_nothing_else(
     bucket.check(damaged, end)
 
 
-def test_a_damaged_partition_that_is_truncated_to_nothing_is_whole_again() -> None:
+def test_a_damaged_partition_that_is_truncated_to_0_has_no_damage() -> None:
     bucket = DamagedBucket(Random(1))
     bucket.commit(0)
     bucket.flip_chunk(0, CHUNK_ROWS)
@@ -193,7 +196,7 @@ def test_a_damaged_index_entry_stops_the_index_of_its_partition_alone() -> None:
         bucket.check(partition)
 
 
-def test_a_damaged_watermark_has_its_partition_indexed_anew() -> None:
+def test_a_partition_with_a_damaged_watermark_is_indexed_again() -> None:
     bucket = DamagedBucket(Random(3))
     for _ in range(4):
         for partition in range(PARTITIONS):
@@ -211,9 +214,9 @@ def test_a_damaged_watermark_has_its_partition_indexed_anew() -> None:
     assert bucket.restart().reindex_reasons == {}
 
 
-def test_an_index_that_is_newer_than_the_log_is_made_anew() -> None:
-    """The files were copied one after the other, or the log was restored alone. The index has keys
-    under numbers that other changes are given now."""
+def test_an_index_that_is_newer_than_the_log_is_created_again() -> None:
+    """The files were copied one after the other, or only the log was restored. The index has
+    sequence numbers that other changes get now."""
     bucket = DamagedBucket(Random(4))
     for partition in range(PARTITIONS):
         bucket.commit(partition)
@@ -240,7 +243,7 @@ def test_compaction_leaves_out_a_partition_with_damage_and_no_other(
     for _ in range(30):
         for partition in range(PARTITIONS):
             bucket.commit(partition)
-    # It is indexed while it is intact, and compaction meets the damage.
+    # The partition is indexed before it is damaged, so only compaction finds the damage.
     assert not bucket.maintain()
     bucket.flip_chunk(1, CHUNK_ROWS)
     monkeypatch.setattr(bucket_storage, "GARBAGE_BYTES", 0)
@@ -255,7 +258,8 @@ def test_compaction_leaves_out_a_partition_with_damage_and_no_other(
 
 
 def test_what_may_have_been_changed_by_damaged_changes_does_not_expire() -> None:
-    """A deletion would overwrite on every replica what this node cannot read."""
+    """This node cannot read whether the item was changed. Its deletion would replace that change on
+    every replica."""
     bucket = DamagedBucket(Random(4))
     for partition in range(PARTITIONS):
         bucket.commit(partition, expiry=10)
@@ -314,7 +318,7 @@ def test_a_record_that_is_damaged_while_it_is_in_use_refuses_its_partition_alone
     assert list(damages) == [1]
     assert "mismatch" in damages[1]
     assert bucket.damaged_partitions() == [1]
-    # Nothing is done with it any more, and the others are maintained.
+    # The partition is no longer maintained, and the others are.
     assert bucket.maintain() == []
     with pytest.raises(CorruptionError, match="is not written to"):
         bucket.storage.commit(writes[1:2])

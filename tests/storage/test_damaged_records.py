@@ -73,20 +73,20 @@ def folder_of(data: Path) -> Path:
 
 
 def started(data: Path) -> tuple[BucketStorage, StoredBucket]:
-    """The bucket as a server opens it."""
+    """The bucket as a starting server opens it."""
     storage = BucketStorage(*DataDirectory(data, bytes_max=1 << 30).open(BUCKET))
     return storage, storage.open()
 
 
 def bits_of(value: bytes) -> list[int]:
-    """The bits to flip: some of each value, or all. Always some that the sum of all records sees,
-    and some that only the checksum sees."""
+    """The bits to flip: a sample of each value, or all. There are always some that change the sum
+    of all records, and some that only the checksum detects."""
     count = 8 * len(value)
     return sorted(Random(7).sample(range(count), min(count, BITS)))
 
 
 def damages(original: Path, data: Path, kind: bytes) -> Iterator[tuple[bytes, int]]:
-    """Damages the newest record of a kind that the damaged partition has, one bit at a time."""
+    """Damages the newest record of a kind of the damaged partition, one bit at a time."""
     key, value = list(records(folder_of(original), partition_key(kind, DAMAGED)).items())[-1]
     for bit in bits_of(value):
         shutil.rmtree(data)
@@ -96,7 +96,7 @@ def damages(original: Path, data: Path, kind: bytes) -> Iterator[tuple[bytes, in
 
 
 def contents(storage: BucketStorage, stored_bucket: StoredBucket, partition: int) -> object:
-    """Everything that a partition answers."""
+    """Everything that can be read of a partition."""
     high = stored_bucket.partitions[partition].record.high
     chunks = storage.log.read_chunks(partition, 0, high, bytes_max=PLENTY)
     items = storage.index.find_items(partition, wants())
@@ -104,14 +104,14 @@ def contents(storage: BucketStorage, stored_bucket: StoredBucket, partition: int
 
 
 def of_damaged_partition(data: Path) -> list[tuple[bytes, bytes]]:
-    """Every record of the damaged partition in the log."""
+    """Every record in the log of the damaged partition."""
     kinds = (*OF_A_PARTITION.values(), CHUNK)
     of_all = [records(folder_of(data), partition_key(kind, DAMAGED)) for kind in kinds]
     return [record for of_kind in of_all for record in of_kind.items()]
 
 
 def write_to(stored_bucket: StoredBucket, partition: int) -> PartitionWrite:
-    """One change more."""
+    """Writes one more change."""
     record = stored_bucket.partitions[partition].record
     seq = SeqNo(record.high + 1)
     row = Mutation(Operation.SET, b"new", b"value", seq, Cas(record.last_cas + 1))
@@ -135,14 +135,14 @@ def test_a_damaged_record_refuses_its_partition_alone(
         assert {p: contents(storage, stored_bucket, p) for p in OTHERS} == expected, where
         assert (stored_bucket.leases, stored_bucket.is_clean) == (before.leases, before.is_clean)
         assert storage.statistics()["damaged_partitions"] == [DAMAGED]
-        # Nothing is written over what is damaged, and the others go on.
+        # Damaged records are not overwritten, and the other partitions accept writes.
         assert_not_written_to(storage, before)
         storage.commit([write_to(before, 0)])
         while storage.maintain(urgent=True, leases=(), purge_before_cas=1 << 62).has_more:
             pass
         storage.close()
         assert of_damaged_partition(data) == damaged_records, where
-        # The next start knows the same, though the sum of all records has moved on.
+        # The next start finds the same damage, though the sum of all records has changed.
         storage, stored_bucket = started(data)
         assert "mismatch" in stored_bucket.partitions[DAMAGED].damage
         assert stored_bucket.partitions[0].record.high == before.partitions[0].record.high + 1
@@ -150,7 +150,7 @@ def test_a_damaged_record_refuses_its_partition_alone(
 
 
 def assert_not_written_to(storage: BucketStorage, before: StoredBucket) -> None:
-    """Nothing changes the damaged partition, alone or together with another."""
+    """Checks that no write changes the damaged partition, alone or together with another."""
     record = before.partitions[DAMAGED].record
     for refused_call in (
         lambda: storage.commit([write_to(before, DAMAGED)]),
@@ -163,8 +163,8 @@ def assert_not_written_to(storage: BucketStorage, before: StoredBucket) -> None:
 
 @pytest.mark.parametrize("is_known", [True, False])
 def test_a_partition_map_leaves_a_damaged_record_as_it_is(data: Path, is_known: bool) -> None:
-    """The map and the other partitions' records are stored, whether the damage is known already or
-    met now."""
+    """The map and the other partitions' records are stored, whether the damage is already known or
+    found now."""
     folder, key, bit = folder_of(data), partition_key(PARTITION, DAMAGED), 60
     value = records(folder)[key]
     flip(folder, key, bit)
@@ -202,7 +202,7 @@ def test_a_partition_map_leaves_a_damaged_record_as_it_is(data: Path, is_known: 
 
 
 @pytest.mark.parametrize("kind", OF_A_PARTITION)
-def test_an_emptied_partition_is_whole_again(original: Path, data: Path, kind: str) -> None:
+def test_an_emptied_partition_has_no_damage(original: Path, data: Path, kind: str) -> None:
     empty = PartitionRecord(PartitionState.REPLICA, (), SeqNo(0), 0)
     for _ in damages(original, data, OF_A_PARTITION[kind]):
         storage, _ = started(data)
@@ -253,7 +253,7 @@ def test_a_dump_has_the_chunks_of_a_partition_whose_record_is_damaged(
 
 
 def dump(data: Path) -> tuple[bytes, list[Finding]]:
-    """What a dump prints, and what it finds."""
+    """What a dump prints, and the damage that it reports."""
     log = open_map(folder_of(data) / "log")
     with tempfile.TemporaryFile() as output:
         findings = list(BucketDump(BUCKET, log, DumpOptions(), output.fileno()).run())
@@ -282,7 +282,7 @@ def test_a_damaged_lease_is_lost_and_nothing_else(original: Path, data: Path) ->
         storage.close()
 
 
-def test_a_damaged_mark_of_a_clean_stop_is_none(original: Path, data: Path) -> None:
+def test_a_damaged_clean_stop_marker_counts_as_missing(original: Path, data: Path) -> None:
     flip(folder_of(data), CLEAN_STOP, 3)
     storage, stored_bucket = started(data)
     assert not stored_bucket.is_clean
@@ -322,8 +322,8 @@ def test_damage_of_the_whole_bucket_still_refuses_it(data: Path) -> None:
         started(data)
 
 
-def test_what_no_damaged_byte_explains_still_refuses_the_bucket(data: Path) -> None:
-    """Two bytes of the front of a record; the rest could be from an old page, for all one knows."""
+def test_damage_of_more_than_one_byte_still_refuses_the_bucket(data: Path) -> None:
+    """Two bytes at the front of a record are wrong; the rest could come from an old page."""
     key = partition_key(PARTITION, DAMAGED)
     flip(folder_of(data), key, 3)
     flip(folder_of(data), key, 30)
@@ -341,7 +341,7 @@ def test_an_old_record_beside_a_damaged_one_is_not_taken_for_the_newest(data: Pa
     newer = records(folder)[other]
     assert len(newer) == len(current)
     file = folder / "log" / "data.mdb"
-    # What a stale page would show: the record before the last, with a good checksum.
+    # A stale page would have the record before the last, with a correct checksum.
     file.write_bytes(file.read_bytes().replace(other + newer, other + current))
     flip(folder, partition_key(PARTITION, DAMAGED), 3)
     with pytest.raises(CorruptionError, match="does not hold what its last commit left"):
@@ -353,7 +353,7 @@ def test_an_old_record_beside_a_damaged_one_is_not_taken_for_the_newest(data: Pa
 def test_a_record_damaged_at_run_time_and_then_written_or_deleted_refuses_no_bucket(
     tmp_path: Path, kind: bytes, is_replaced: bool
 ) -> None:
-    """The sum over all records has the mark that the record had when it was written."""
+    """The sum over all records was computed from the record as it was written."""
     key, (first_value, second_value) = _two_values(kind)
     for bit in range(0, 128, 9):
         folder = tmp_path / f"{bit}"

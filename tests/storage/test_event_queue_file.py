@@ -1,4 +1,4 @@
-"""The file that keeps the event queues over a clean restart."""
+"""The file that keeps the event queues during a clean restart."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_the_queues_saved_last_are_loaded_once(file: EventQueueFile, tmp_path: P
     file.save(b"queues")
     assert [path.name for path in tmp_path.iterdir()] == [NAME]
     assert file.take() == b"queues"
-    # It is removed before anything is told: a crash from here on finds nothing.
+    # The file is removed before any event is delivered: after a crash, there is none.
     assert not list(tmp_path.iterdir())
     assert file.take() == b""
 
@@ -57,7 +57,7 @@ def test_a_file_that_was_cut_is_refused(file: EventQueueFile, tmp_path: Path) ->
 def test_a_file_that_cannot_be_removed_keeps_the_server_from_starting(
     file: EventQueueFile, tmp_path: Path
 ) -> None:
-    # Started nevertheless, the server after this one would take it for the present.
+    # If the server started, the next one would take the outdated queues for current ones.
     (tmp_path / NAME).mkdir()
     with pytest.raises(DataDirectoryError, match="remove it"):
         file.take()
@@ -73,7 +73,7 @@ def failing(error: int) -> Callable[[int], None]:
 @pytest.mark.parametrize(
     ("error", "raised"), [(errno.ENOSPC, DiskFullError), (errno.EIO, DataDirectoryError)]
 )
-def test_what_cannot_be_written_leaves_nothing_behind(
+def test_a_failed_write_leaves_no_file(
     file: EventQueueFile,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -86,7 +86,7 @@ def test_what_cannot_be_written_leaves_nothing_behind(
     assert not list(tmp_path.iterdir())
 
 
-async def test_through_the_process_that_writes(tmp_path: Path) -> None:
+async def test_queues_are_saved_by_the_process_that_writes(tmp_path: Path) -> None:
     for expected in (b"", b"queues \0\xff"):
         async with open_store(tmp_path / "data") as store:
             assert await store.ask(TakeEventQueues()) == expected

@@ -1,4 +1,4 @@
-"""The index of a bucket: what it finds, and what it says when it cannot."""
+"""The index of a bucket: what it finds, and how it reports damage."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class LoggedIndex:
         self.log.create(BucketRecord("b", PARTITIONS, 0), [record_of(0)] * PARTITIONS)
 
     def commit(self, rows: Sequence[Mutation], partition: int = 0) -> None:
-        """One chunk a mutation."""
+        """Commits each mutation in a chunk of its own."""
         start = int(self.log.high_seq(partition))
         chunks = []
         for mutation in rows:
@@ -117,7 +117,7 @@ def test_an_answer_that_is_too_large_has_the_first_items(logged_index: LoggedInd
     assert logged_index.index.find_items(0, wants[2:], bytes_max=1) == [rows[0]]
 
 
-def test_an_answer_is_no_more_than_one_step_of_the_server_takes_in(
+def test_an_answer_fits_into_one_step_of_the_server(
     logged_index: LoggedIndex,
 ) -> None:
     value = bytes(256 * 1024)
@@ -131,7 +131,7 @@ def test_an_answer_is_no_more_than_one_step_of_the_server_takes_in(
     assert FIND_BYTES_MAX // len(value) == 8
 
 
-def test_what_an_answer_has_no_room_for_is_not_looked_up(
+def test_items_that_do_not_fit_into_the_answer_are_not_looked_up(
     disks: tuple[LoggedIndex, SimulatedDisk, SimulatedDisk],
 ) -> None:
     logged_index, _, _ = disks
@@ -157,10 +157,10 @@ def test_an_item_expires_once_and_not_when_it_was_overwritten(logged_index: Logg
     assert [(item.key, item.expiry) for item in due] == [(b"c", 70), (b"a", 90)]
 
 
-def test_a_clock_behind_the_highest_expiry_time_finds_what_has_expired(
+def test_a_clock_later_than_the_highest_expiry_time_finds_expired_items(
     logged_index: LoggedIndex,
 ) -> None:
-    """A number of 32 bits does not hold it."""
+    """Such a time does not fit into 32 bits."""
     logged_index.commit(sets(b"a", expiry=70))
     logged_index.follow()
     due, _ = logged_index.index.find_expired(1 << 33, b"", 10)
@@ -260,8 +260,8 @@ def test_the_newest_numbers_are_those_of_single_entries_or_damaged(
 def test_a_damaged_entry_that_was_deleted_expires_nothing(
     disks: tuple[LoggedIndex, SimulatedDisk, SimulatedDisk],
 ) -> None:
-    """What is left of it is its expiry. The key has come again, under the same number: to delete it
-    would be to lose an item that does not expire."""
+    """Only its expiry record is left. The key was set again, under the same sequence number,
+    without an expiry: deleting it would lose the item."""
     logged_index, _, index = disks
     logged_index.commit(sets(b"a", b"b", expiry=70))
     logged_index.follow()
@@ -291,7 +291,7 @@ def test_an_index_ahead_of_its_log_is_refused(
 def test_a_key_hidden_by_a_flipped_bit_is_not_reported_missing(
     logged_index: LoggedIndex, last: bytes
 ) -> None:
-    """A bit flips in the key, and the entry stays where it was: before its neighbour or behind."""
+    """A bit flips in the key, and the entry stays at its place, now out of order."""
     logged_index.commit(sets(b"key 1", b"key 9"))
     logged_index.follow()
     assert logged_index.find(b"key", b"key 5", b"z") == [None] * 3

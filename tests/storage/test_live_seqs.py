@@ -1,4 +1,4 @@
-"""Which numbers the index names, against a set."""
+"""The set of sequence numbers that an index refers to, against a Python set."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from upr_server.storage.live_seqs import LiveSeqs
 
 
 class Index:
-    """The index of one partition, which has these numbers by key."""
+    """The index of one partition, with these sequence numbers by key."""
 
     def __init__(self, seqs: list[int]) -> None:
         self._seqs = seqs
@@ -32,7 +32,7 @@ class Index:
     st.integers(1, 10_000),
     st.integers(1, 60),
 )
-def test_the_numbers_of_a_span_are_known(
+def test_the_sequence_numbers_of_a_range_are_those_of_a_set(
     seqs: list[int], after: int, count: int, step_keys: int
 ) -> None:
     known_seqs = LiveSeqs(cast("KeyIndex", Index(seqs)), 3, after, after + count)
@@ -47,7 +47,7 @@ def test_the_numbers_of_a_span_are_known(
     assert known_seqs.are_live(asked) == bytes(map(set(seqs).__contains__, asked))
 
 
-def test_numbers_may_be_large() -> None:
+def test_sequence_numbers_may_be_large() -> None:
     seqs = [1, 1 << 62, (1 << 63) - 1]
     known_seqs = LiveSeqs(cast("KeyIndex", Index(seqs)), 3, 0, (1 << 63) - 1)
     known_seqs.read_step()

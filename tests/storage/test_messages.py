@@ -50,8 +50,9 @@ def writes_of(counts: st.SearchStrategy[int], most: int) -> st.SearchStrategy[li
         st.builds(lambda writes: writes * 300, writes_of(FEW, 5)),
     )
 )
-def test_a_request_in_steps_has_the_bytes_of_the_whole(writes: list[PartitionWrite]) -> None:
-    """Whatever is long in it, and no step does much."""
+def test_a_request_packed_in_steps_equals_one_packed_at_once(writes: list[PartitionWrite]) -> None:
+    """A request is the same whether it is packed in steps or at once, whichever part of it is long,
+    and each step is short."""
     request = StoreRequest(Commit("planes", writes), 7)
     message, buffers = pack_message(request)
     head = message_head(message, buffers, [False] * len(buffers))
@@ -75,7 +76,7 @@ def test_answers_of_many_bytes_are_packed_one_string_in_each_step() -> None:
     assert max(map(len, packing.parts)) < (1 << 20) + 100
 
 
-def test_a_failure_may_name_a_file_whose_name_is_no_text() -> None:
+def test_a_failure_may_name_a_file_whose_name_is_not_text() -> None:
     failure = CallFailure.of(DataDirectoryError("b\udcff cannot be deleted"))
     message, _ = pack_message(failure)
     assert Unpacker().unpack(message, CallFailure, ()) == failure

@@ -1,4 +1,4 @@
-"""What is asked of an `Environment`, of LMDB and of the simulated disk alike."""
+"""What every `Environment` must do, with LMDB and with the simulated disk."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ from upr_server.storage.simulated_disk import SimulatedDisk
 
 MAP_BYTES: Final = 1024 * 1024
 LMDB_MAGIC: Final = (0xBEEFC0DE).to_bytes(4, "little")
-LAST_PAGE: Final = 136  # the place in a meta page of the number of the last page in use
-# The map itself uses the key of one zero byte: see `lmdb_ordered_map.COMMIT`.
+LAST_PAGE: Final = 136  # the offset, in a meta page, of the number of the last page in use
+# The map itself uses the key of one zero byte; see `lmdb_ordered_map.COMMIT`.
 LOWEST, HIGHEST = b"\0\0", b"\xff" * 40
 
 KEYS: Final = st.one_of(
@@ -35,7 +35,7 @@ KEYS: Final = st.one_of(
 )
 VALUES: Final = st.one_of(st.binary(max_size=20), st.just(bytes(5_000)))
 
-# A transaction: what it does, and whether it ends as it should.
+# A transaction: its operations, and whether it commits.
 Step = tuple[str, list[tuple[bytes, bytes]]]
 STEPS: Final[st.SearchStrategy[Step]] = st.tuples(
     st.sampled_from(["put", "put_all", "put_new", "delete"]),
@@ -47,7 +47,7 @@ TRANSACTIONS: Final = st.lists(
 
 
 class GivenUpError(Exception):
-    """A transaction is not wanted any more."""
+    """Raised to abort a transaction."""
 
 
 @pytest.fixture(params=["lmdb", "simulated"])
@@ -109,7 +109,7 @@ def test_put_replaces_the_value_of_a_key(ordered_map: OrderedMap) -> None:
     assert get(ordered_map, b"a") == b"3"
 
 
-def test_a_key_that_is_deleted_is_gone_and_one_that_is_missing_may_be_deleted(
+def test_a_key_can_be_deleted_even_if_it_is_missing(
     ordered_map: OrderedMap,
 ) -> None:
     put(ordered_map, [(b"a", b"1"), (b"b", b"2")])
@@ -201,7 +201,7 @@ def test_a_full_disk_has_space_again_after_deletions(ordered_map: OrderedMap) ->
     with ordered_map.write() as transaction:
         for index in range(filled // 2):
             transaction.delete(b"key %d" % index)
-    # LMDB gives pages back two commits later.
+    # LMDB reuses freed pages two commits later.
     put(ordered_map, [(b"one", b"1")])
     put(ordered_map, [(b"two", b"2")])
     put(ordered_map, [(b"more %d" % index, bytes(30_000)) for index in range(filled // 4)])
@@ -216,7 +216,7 @@ def test_reserved_space_is_left_free(ordered_map: OrderedMap) -> None:
         ordered_map.write(reserve_bytes=MAP_BYTES // 2),
     ):
         pytest.fail("there is no room")
-    # What makes room asks for no reserve.
+    # Transactions that free space may use the reserve.
     with ordered_map.write() as transaction:
         transaction.put(b"b", b"1")
     assert contents(ordered_map) == {**before, b"b": b"1"}
@@ -289,7 +289,7 @@ def test_a_file_shorter_than_its_damaged_meta_pages_say_is_damage(tmp_path: Path
     file = tmp_path / "data.mdb"
     content = bytearray(file.read_bytes())
     for page in range(2):
-        # The lowest byte of the last page's number, of which the map can hold no page more.
+        # Set the last page's number to the highest that the map can hold.
         content[page * 4096 + LAST_PAGE] = MAP_BYTES // 4096 - 1
     file.write_bytes(content)
     damaged = LmdbOrderedMap(tmp_path, bytes_max=MAP_BYTES)
@@ -299,8 +299,8 @@ def test_a_file_shorter_than_its_damaged_meta_pages_say_is_damage(tmp_path: Path
 
 
 def test_a_cut_file_is_refused_or_serves_everything(tmp_path: Path) -> None:
-    """At whatever page it was cut: what is missing is never touched, which would be SIGBUS. At its
-    end it has pages that are free again, which LMDB itself may not have written."""
+    """The file is cut at each page. The missing part must never be read, which would raise SIGBUS.
+    The last pages of a file may be free ones, which LMDB may not have written."""
     folder = tmp_path / "whole"
     folder.mkdir()
     first = LmdbOrderedMap(folder, bytes_max=MAP_BYTES)
@@ -336,7 +336,7 @@ def test_a_cut_file_is_refused_or_serves_everything(tmp_path: Path) -> None:
 
 
 def test_a_page_that_leads_to_itself_is_damage(tmp_path: Path) -> None:
-    """Only a cut file is walked; so it is cut, too."""
+    """The tree is only checked if the file was cut, so this file is cut, too."""
     first = LmdbOrderedMap(tmp_path, bytes_max=MAP_BYTES)
     put(first, [(b"%04d" % index, b"v" * 60) for index in range(600)])
     first.close()
@@ -371,7 +371,7 @@ def test_something_else_in_the_place_of_a_file_or_its_folder_is_damage(
             LmdbOrderedMap(folder, bytes_max=bytes_max)
 
 
-def test_a_folder_that_is_missing_is_made(tmp_path: Path) -> None:
+def test_a_missing_folder_is_created(tmp_path: Path) -> None:
     LmdbOrderedMap(tmp_path / "index").close()
     assert (tmp_path / "index" / "data.mdb").is_file()
 
@@ -444,7 +444,7 @@ def test_a_setting_bounds_the_map_however_large_the_disk_becomes(
         (0, "^the disk of .* bytes left.*; make room there$"),
     ],
 )
-def test_what_is_full_is_told_with_what_to_do(
+def test_the_error_of_a_full_disk_says_what_is_full_and_what_to_do(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bytes_max: int, advice: str
 ) -> None:
     set_disk_size(monkeypatch, 8 * MAP_BYTES if bytes_max else MAP_BYTES)
@@ -467,11 +467,11 @@ def test_what_is_full_is_told_with_what_to_do(
 def test_without_room_for_a_lock_file_a_map_is_not_opened(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_left: bool
 ) -> None:
-    """LMDB would be killed by SIGBUS. An attempt that was leaves a lock file without blocks."""
+    """LMDB would be killed by SIGBUS. A failed attempt leaves a lock file without blocks."""
     LmdbOrderedMap(tmp_path, bytes_max=MAP_BYTES).close()
     with monkeypatch.context() as patch:
         set_disk_size(patch, 0)
-        # One that is there needs no room.
+        # An existing lock file needs no room.
         LmdbOrderedMap(tmp_path, bytes_max=MAP_BYTES).close()
         (tmp_path / "lock.mdb").unlink()
         if is_left:
@@ -482,7 +482,7 @@ def test_without_room_for_a_lock_file_a_map_is_not_opened(
     LmdbOrderedMap(tmp_path, bytes_max=MAP_BYTES).close()
 
 
-def test_without_addresses_to_grow_a_map_serves_on_as_it_is(
+def test_a_map_that_cannot_grow_keeps_its_size_and_works(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     set_disk_size(monkeypatch, MAP_BYTES)
@@ -545,7 +545,7 @@ def test_a_failed_simulated_disk_refuses_everything_until_a_restart(is_kept: boo
     assert disk.statistics()["bytes_used"] == used_bytes + (5 if is_kept else 0)
 
 
-# Anything at all, against a plain dict.
+# Any operations, against a plain dict.
 
 
 def check(ordered_map: OrderedMap, model: dict[bytes, bytes], key: bytes) -> None:

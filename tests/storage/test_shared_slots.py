@@ -1,4 +1,4 @@
-"""The memory that is shared with the process that reads, against a model that copies everything."""
+"""The memory that the server shares with the process that reads, compared with copies."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def memory() -> int:
 
 @contextmanager
 def both_ends() -> Iterator[tuple[SlotPool, SlotBuffer, int]]:
-    """Both ends of the same memory, and its descriptor."""
+    """Both users of one piece of memory, and its descriptor."""
     descriptor = memory()
     slots = SlotPool(descriptor, COUNT, SLOT_BYTES)
     yield slots, SlotBuffer(os.dup(descriptor), SLOT_BYTES), descriptor
@@ -48,13 +48,12 @@ def resident_bytes(descriptor: int) -> int:
 
 
 def trim(slots: SlotPool) -> int:
-    """Gives back unused memory. Returns the steps that it took."""
+    """Frees unused memory. Returns the number of steps."""
     return sum(1 for _ in slots.trim())
 
 
 class SlotsMachine(RuleBasedStateMachine):
-    """Reads come and are answered, chunks are kept and dropped, in any order; each is always what
-    it was."""
+    """Chunks are read, kept and dropped in any order; the bytes of each must not change."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -62,7 +61,7 @@ class SlotsMachine(RuleBasedStateMachine):
         self._slots, self._writer, self._descriptor = self._both.__enter__()
         self._seq = 0
         self._answers: list[list[tuple[Chunk, bytes]]] = []
-        """What is kept of each answer that a slot was lent for: chunks, and what they are."""
+        """For each answer in a slot, the chunks that are kept, and copies of their bytes."""
         self._beside: list[tuple[Chunk, bytes]] = []
         self._trimming: Iterator[None] = iter(())
 
@@ -96,25 +95,25 @@ class SlotsMachine(RuleBasedStateMachine):
         chunks = data.draw(st.sampled_from(self._answers))
         del chunks[data.draw(st.integers(0, len(chunks) - 1))]
         if not chunks:
-            # By place: answers of equal chunks are not the same.
+            # Compared by emptiness, not by equality: two answers may have equal chunks.
             self._answers = [answer for answer in self._answers if answer]
 
     @rule()
     def trim(self) -> None:
-        # One step: others come between two.
+        # Do one step only, so that other rules run between two steps.
         for _ in self._trimming:
             return
         self._trimming = self._slots.trim()
 
     @invariant()
-    def each_is_what_it_was(self) -> None:
+    def no_chunk_has_changed(self) -> None:
         for chunks in (*self._answers, self._beside):
             for chunk, expected in chunks:
                 assert bytes(chunk) == expected
                 chunk.check(chunk.crc)
 
     @invariant()
-    def the_rest_is_free(self) -> None:
+    def unused_slots_are_free(self) -> None:
         assert len(self._slots) == COUNT - len(self._answers)
 
     def teardown(self) -> None:
@@ -124,7 +123,7 @@ class SlotsMachine(RuleBasedStateMachine):
 test_slots = SlotsMachine.TestCase
 
 
-def test_a_column_of_a_chunk_keeps_its_slot_lent() -> None:
+def test_a_slot_stays_in_use_while_a_column_of_its_chunk_is_used() -> None:
     with both_ends() as (slots, buffer, _):
         slot = slots.acquire()
         assert slot is not None
@@ -143,7 +142,7 @@ def test_a_column_of_a_chunk_keeps_its_slot_lent() -> None:
         assert len(slots) == COUNT
 
 
-def test_unused_memory_is_given_back() -> None:
+def test_unused_memory_is_freed() -> None:
     with both_ends() as (slots, buffer, descriptor):
         assert resident_bytes(descriptor) == 0
         lent = [
@@ -157,7 +156,7 @@ def test_unused_memory_is_given_back() -> None:
         del lent[1:]
         trim(slots)
         assert resident_bytes(descriptor) == 3 * SLOT_BYTES, "it was in use a moment ago"
-        # The last that was given back is the next to be lent; the other is left alone.
+        # The slot that was released last is used next; the other one stays unused.
         slots.acquire()
         trim(slots)
         assert resident_bytes(descriptor) == 2 * SLOT_BYTES
@@ -166,7 +165,7 @@ def test_unused_memory_is_given_back() -> None:
         assert bytes(lent[0].view) == before
 
 
-def test_one_step_gives_back_one_slot() -> None:
+def test_one_step_frees_one_slot() -> None:
     with both_ends() as (slots, buffer, descriptor):
         lent = [slot for slot in (slots.acquire() for _ in range(COUNT)) if slot is not None]
         for slot in lent:
@@ -177,7 +176,7 @@ def test_one_step_gives_back_one_slot() -> None:
         trimming = slots.trim()
         next(trimming)
         assert resident_bytes(descriptor) == (COUNT - 1) * SLOT_BYTES
-        # Lent between two steps: only what stays unused is given back.
+        # Some slots are used between two steps; only the others are freed.
         lent = [slot for slot in (slots.acquire(), slots.acquire()) if slot is not None]
         for slot in lent:
             buffer.begin_answer(slot.number)
@@ -189,7 +188,7 @@ def test_one_step_gives_back_one_slot() -> None:
         assert resident_bytes(descriptor) == 0
 
 
-def test_views_outlive_both_ends() -> None:
+def test_a_view_is_valid_after_both_users_are_gone() -> None:
     draw = Random(1)
     with both_ends() as (slots, buffer, _):
         slot = slots.acquire()

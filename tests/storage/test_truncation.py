@@ -1,4 +1,4 @@
-"""Cutting a partition off at a snapshot's end: what a replica does that received too much."""
+"""Truncation of a partition at a snapshot's end, which a replica does when it rolls back."""
 
 from __future__ import annotations
 
@@ -41,7 +41,8 @@ def record(high: int, partial: PartialRecord | None = None) -> PartitionRecord:
 
 
 class Truncations(RuleBasedStateMachine):
-    """Snapshots arrive in pieces, the index follows or stays behind, and all of it is cut off."""
+    """Snapshots are received in pieces, the index follows or is behind, and partitions are
+    truncated."""
 
     @initialize()
     def begin(self) -> None:
@@ -55,7 +56,7 @@ class Truncations(RuleBasedStateMachine):
         self.partial: PartialRecord | None = None
         self.cas = 0
         self.gone: set[int] = set()
-        """What a compaction may have dropped."""
+        """The sequence numbers that a compaction may have dropped."""
         self.chunk_ends: set[int] = set()
 
     @property
@@ -67,7 +68,7 @@ class Truncations(RuleBasedStateMachine):
         return self.storage.index.watermark(PARTITION).seq
 
     def read(self, through: int) -> list[Mutation]:
-        """What the log holds up to a number."""
+        """The mutations in the log up to a sequence number."""
         rows: list[Mutation] = []
         after = SeqNo(0)
         while after < through:
@@ -78,7 +79,7 @@ class Truncations(RuleBasedStateMachine):
 
     @rule(pieces=st.lists(st.integers(1, 4), min_size=1, max_size=3), whole=st.booleans())
     def receive(self, pieces: list[int], whole: bool) -> None:
-        """Pieces of one snapshot; all of it, or one more is missing."""
+        """Receives a snapshot in pieces: the whole snapshot, or all but the last mutation."""
         chunks = []
         for count in pieces:
             rows = []
@@ -104,7 +105,8 @@ class Truncations(RuleBasedStateMachine):
 
     @rule(keep=st.sampled_from([0, 3, 10]))
     def follow(self, keep: int) -> None:
-        """The index follows, and what it knows is compacted, down to the newest of each key."""
+        """Indexes more of the log, and compacts what is indexed down to the newest mutation of each
+        key."""
         before = self.mark
         step = self.storage.maintain(
             urgent=True, leases=(), purge_before_cas=0, keep_unindexed=keep
@@ -121,15 +123,15 @@ class Truncations(RuleBasedStateMachine):
 
     @rule(share=st.floats(0, 1))
     def truncate(self, share: float) -> None:
-        """To the newest end below a ceiling, if there is one that is not indexed; otherwise to
-        0."""
+        """Truncates to the newest unindexed snapshot end below a ceiling if there is one; otherwise
+        to 0."""
         ceiling, floor = SeqNo(int(share * (self.received + 1))), SeqNo(self.mark)
         end = self.storage.log.find_snapshot_end(PARTITION, ceiling, floor)
         known_ends = [snapshot_end for snapshot_end in self.ends if floor < snapshot_end <= ceiling]
         if known_ends:
             assert end == known_ends[-1]
         else:
-            assert end in (None, self.mark), "what is indexed may be forgotten as an end"
+            assert end in (None, self.mark), "an indexed snapshot end may be forgotten"
             assert end is None or end in self.ends or end == 0
         new_end = end or 0
         if not new_end:
@@ -146,14 +148,14 @@ class Truncations(RuleBasedStateMachine):
     @precondition(lambda self: self.ends)
     @rule(share=st.floats(0, 1))
     def find_the_first_end(self, share: float) -> None:
-        """It is a snapshot end, and no marked one above the watermark is passed over."""
+        """The result is a snapshot end, and no known end above the watermark comes before it."""
         floor = SeqNo(int(share * self.high))
         end = self.storage.log.find_first_snapshot_end(PARTITION, floor)
         assert floor <= end <= self.high
         assert end in self.ends or end == 0
         state = {row.key: row for row in self.rows if row.seq <= end}
         assert {row.key: row for row in self.read(end)} == state
-        # What is indexed may be forgotten as an end, the watermark's own too.
+        # Indexed snapshot ends may be forgotten, even the one at the watermark.
         known_ends = [
             known_end for known_end in self.ends if known_end >= floor and known_end > self.mark
         ]
@@ -215,7 +217,7 @@ def write(high: int, *ends: int) -> PartitionWrite:
     return PartitionWrite(PARTITION, record(high), chunks, ends=[SeqNo(end) for end in ends])
 
 
-def test_a_truncation_breaks_leases_that_reach_behind_it() -> None:
+def test_a_truncation_breaks_leases_on_what_it_removes() -> None:
     bucket = new_bucket()
     bucket.commit([write(30, 10, 20, 30)])
     for lease_id, end in ((1, 20), (2, 21), (3, 30)):
@@ -263,7 +265,8 @@ def test_a_snapshot_end_is_found_below_a_damaged_chunk() -> None:
 def test_no_snapshot_end_is_found_where_compaction_has_been_even_without_the_index(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """At 20 the key had a value that the compaction dropped, as a later one had superseded it."""
+    """At 20 the key had a value that the compaction dropped, because a later one had superseded
+    it."""
     monkeypatch.setattr(bucket_storage, "GARBAGE_BYTES", 0)
     monkeypatch.setattr(bucket_storage, "COMPACTION_BYTES", 1)
     log = SimulatedDisk()
@@ -302,7 +305,7 @@ def test_the_first_snapshot_end_is_at_or_above_the_number_and_any_compaction(
     assert [first(floor) for floor in (0, 1, 10, 11, 20, 21, 30)] == [0, 10, 10, 20, 20, 30, 30]
     while bucket.log.read_chunks(PARTITION, SeqNo(0), SeqNo(30), bytes_max=1)[0].count:
         bucket.maintain(urgent=True, leases=(), purge_before_cas=0)
-    assert first(1) == 30, "compaction has dropped what the key was before"
+    assert first(1) == 30, "compaction has dropped the earlier values of the key"
 
 
 def test_a_crash_during_a_truncation_to_0_leaves_no_index_entries() -> None:
@@ -320,8 +323,7 @@ def test_a_crash_during_a_truncation_to_0_leaves_no_index_entries() -> None:
 
 @pytest.mark.parametrize("is_interrupted", [False, True])
 def test_a_full_disk_has_room_for_a_truncation_to_0_in_small_commits(is_interrupted: bool) -> None:
-    """Otherwise a replica could not roll back, and its node could not start after a crash
-    meanwhile."""
+    """Otherwise a replica could not roll back, and after a crash its node could not start."""
     log, index = SimulatedDisk(), FullDisk()
     bucket = BucketStorage(log, index)
     bucket.log.create(BucketRecord("b", 2, 0), [record(0)] * 2)
@@ -329,7 +331,7 @@ def test_a_full_disk_has_room_for_a_truncation_to_0_in_small_commits(is_interrup
     rows = [row(Operation.SET, b"key %d" % seq, seq, seq, 70) for seq in range(1, 41)]
     bucket.commit([PartitionWrite(PARTITION, record(40), [chunk_of(rows, 0, 40)])])
     bucket.maintain(urgent=True, leases=(), purge_before_cas=0)
-    # Two entries with their expiry times, and the watermark.
+    # Enough for two entries with their expiry times, and the watermark.
     index.changes_max = 5
     assert bucket.delete_index_entries(PARTITION)
     index.changes_max = 0
@@ -346,8 +348,8 @@ def test_a_full_disk_has_room_for_a_truncation_to_0_in_small_commits(is_interrup
     assert index.keys() == []
 
 
-def test_index_entries_that_a_full_disk_kept_go_before_the_partition_is_indexed_anew() -> None:
-    """A rollback to 0 went half the way, and the next one need not go so far."""
+def test_entries_left_by_a_full_disk_are_deleted_before_a_partition_is_indexed_again() -> None:
+    """A full disk interrupts a rollback to 0, and the next rollback goes only to 20."""
     index = FullDisk()
     bucket = BucketStorage(SimulatedDisk(), index)
     bucket.log.create(BucketRecord("b", 2, 0), [record(0)] * 2)
@@ -375,7 +377,7 @@ def test_index_entries_that_a_full_disk_kept_go_before_the_partition_is_indexed_
     assert len(bucket.index.find_expired(70, b"", 100)[0]) == 40
 
 
-def test_a_start_on_a_full_disk_deletes_fronts_in_small_commits() -> None:
+def test_a_start_on_a_full_disk_deletes_unfinished_snapshots_in_small_commits() -> None:
     log, index = FullDisk(), SimulatedDisk()
     bucket = BucketStorage(log, index)
     active = PartitionRecord(PartitionState.ACTIVE, ((7, 0),), SeqNo(0), 10)
@@ -386,7 +388,7 @@ def test_a_start_on_a_full_disk_deletes_fronts_in_small_commits() -> None:
     )
     chunk = chunk_of([row(Operation.SET, b"k", 10, 10)], 0, 10)
     bucket.commit([PartitionWrite(partition, with_front, [chunk]) for partition in range(2)])
-    # A chunk and a record.
+    # Enough for a chunk and a record.
     log.changes_max = 2
     again = BucketStorage(log, index)
     assert [partition.record for partition in again.open().partitions] == [active] * 2
@@ -394,7 +396,9 @@ def test_a_start_on_a_full_disk_deletes_fronts_in_small_commits() -> None:
 
 
 @given(keep=st.integers(0, 50), highs=st.lists(st.integers(0, 30), min_size=2, max_size=2))
-def test_what_stays_unindexed_is_shared_among_partitions(keep: int, highs: list[int]) -> None:
+def test_the_mutations_that_stay_unindexed_are_shared_among_partitions(
+    keep: int, highs: list[int]
+) -> None:
     bucket = new_bucket()
     writes: list[Any] = []
     for index, high in enumerate(highs):
@@ -412,7 +416,7 @@ def test_what_stays_unindexed_is_shared_among_partitions(keep: int, highs: list[
 
 @pytest.fixture(autouse=True)
 def eager(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is superseded is compacted at once."""
+    """Superseded mutations are compacted at once."""
     monkeypatch.setattr("upr_server.storage.bucket_storage.GARBAGE_BYTES", 0)
     monkeypatch.setattr("upr_server.storage.bucket_storage.GARBAGE_SHARE", 0.01)
 
@@ -442,7 +446,7 @@ def test_a_partition_map_is_stored_with_its_partition_records() -> None:
 
 
 @pytest.mark.parametrize("state", PartitionState)
-def test_the_front_of_a_snapshot_whose_rest_was_in_memory_is_deleted_at_the_start(
+def test_a_start_deletes_a_snapshot_of_which_only_a_part_is_on_disk(
     state: PartitionState,
 ) -> None:
     log, index = SimulatedDisk(), SimulatedDisk()
@@ -462,7 +466,7 @@ def test_the_front_of_a_snapshot_whose_rest_was_in_memory_is_deleted_at_the_star
     assert again.log.load().partitions[PARTITION].record == stored_partition.record
     assert stored_partition.indexed_seq == 30
     if state is PartitionState.REPLICA:
-        # It has received so much, and goes on there.
+        # A replica keeps the part that it has, and continues there.
         assert stored_partition.record == with_front
         return
     assert stored_partition.record == msgspec.structs.replace(with_front, partial=None)

@@ -1,8 +1,8 @@
-"""Records what LMDB writes, below everything of ours: its library's own calls of the system.
+"""Records what LMDB writes, by replacing the system calls of its library.
 
-A shared library calls the system through a table of addresses, the global offset table. Those of
-the calls that change a file are replaced by functions that note what is written and then write it.
-For ELF libraries of 64 bits, which is what Linux has.
+A shared library calls the system through a table of addresses, the global offset table. The entries
+of calls that change a file are replaced by functions that record the write and then make it. This
+works for 64-bit ELF libraries, as on Linux.
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ _ADDRESSES: Final = frozenset((6, 7, 1025, 1026))
 
 
 class Write(msgspec.Struct, tag=True, frozen=True):
-    """Bytes were written; at once on disk if `is_synced`, and after the next `Sync` if not."""
+    """Bytes were written; they are on disk at once if `is_synced`, otherwise after the next
+    `Sync`."""
 
     offset: int
     data: bytes
@@ -43,17 +44,17 @@ class Write(msgspec.Struct, tag=True, frozen=True):
 
 
 class Sync(msgspec.Struct, tag=True, frozen=True):
-    """What was written until here is on disk."""
+    """Everything written so far is on disk."""
 
 
 class Resize(msgspec.Struct, tag=True, frozen=True):
-    """The file was made so long."""
+    """The length of the file was set."""
 
     length: int
 
 
 class Reported(msgspec.Struct, tag=True, frozen=True):
-    """A commit was reported; `digest` is of all that the file then held."""
+    """A commit was reported as done; `digest` is of everything that the file then had."""
 
     digest: bytes
 
@@ -62,7 +63,7 @@ Event = Write | Sync | Resize | Reported
 
 
 class Recording(msgspec.Struct, frozen=True):
-    """A file as it was, all of it on disk, and what was done with it afterwards."""
+    """The file at the start, all of it on disk, and what was done with it afterwards."""
 
     image: bytes
     digest: bytes
@@ -74,12 +75,12 @@ class _Vector(ctypes.Structure):
 
 
 def is_possible() -> bool:
-    """Whether there is such a table here."""
+    """Whether the library has such a table."""
     return sys.platform == "linux" and sys.maxsize > 1 << 32 and sys.byteorder == "little"
 
 
 class WriteRecorder:
-    """Notes what this process's LMDB does with `path`, until the process ends."""
+    """Records what this process's LMDB does with `path`, until the process ends."""
 
     def __init__(self, path: Path) -> None:
         self.events: list[Event] = []
@@ -105,7 +106,8 @@ class WriteRecorder:
         redirected = set()
         for name, address in _slots(library.read_bytes()):
             if name in ("pwritev", "pwritev64", "pwritev2", "msync", "sync_file_range"):
-                # Those are not for files that are written, or this module must learn of them.
+                # LMDB does not use these calls for files that it writes. If it did, this module
+                # would have to record them.
                 self._redirect(base + address, ctypes.CFUNCTYPE(descriptor)(self._unknown))
             elif name in self._replaced:
                 redirected.add(name)
@@ -154,7 +156,7 @@ class WriteRecorder:
         return 0
 
     def _sync(self, descriptor: int) -> int:
-        # Only noted: what the machine loses is decided afterwards.
+        # Only recorded: what a crash of the machine loses is decided afterwards.
         if self._is_ours(descriptor):
             self.events.append(Sync())
         return 0
@@ -172,7 +174,8 @@ def _base_of(library: Path) -> int:
 
 
 def _slots(elf: bytes) -> Iterator[tuple[str, int]]:
-    """The names of what a library calls, and where in it their addresses stand."""
+    """The names of the functions that a library calls, and the offsets at which it stores their
+    addresses."""
     if elf[:6] != b"\x7fELF\x02\x01":
         raise RuntimeError("not an ELF library of 64 bits")
     (programs_at,) = unpack_from("<Q", elf, 32)
