@@ -333,8 +333,8 @@ async def logged_in(*grants: Grant) -> AsyncIterator[tuple[Server, Peer]]:
     server = make_server()
     async with connected(server) as peer:
         # Before there are users, nobody has to log in.
-        await peer.say()
-        peer.heard.insert(0, await peer.hear(HelloReply))
+        await peer.send()
+        peer.received.insert(0, await peer.receive(HelloReply))
         (connection,) = server.connections.connections
         connection.context.access.user_name = USER
         bob = User(USER, None, grants)
@@ -363,12 +363,12 @@ async def test_a_reader_reads_and_does_not_write() -> None:
                 Mutate(Bundle.of_one_run(P0, sets(b"k%d" % number)), opaque=peer.opaque())
                 for number in range(count)
             ]
-            await peer.say(*requests)
+            await peer.send(*requests)
             for request in requests:
-                refusal = await peer.hear(Refusal)
+                refusal = await peer.receive(Refusal)
                 assert (refusal.status, refusal.opaque) == (Status.NOT_ALLOWED, request.opaque)
-        await peer.say(Get((b"k0",), partition=P0, opaque=peer.opaque()))
-        assert (await peer.hear(GetReply)).chunk.mutation(0).seq == 0
+        await peer.send(Get((b"k0",), partition=P0, opaque=peer.opaque()))
+        assert (await peer.receive(GetReply)).chunk.mutation(0).seq == 0
 
 
 async def test_a_user_who_may_not_write_is_refused_at_each_attempt() -> None:
@@ -379,9 +379,9 @@ async def test_a_user_who_may_not_write_is_refused_at_each_attempt() -> None:
         (connection,) = server.connections.connections
         for _ in range(3):
             bundle = Bundle.of_one_run(P0, sets(b"k", value=bytes(CREDIT_BYTES_MIN)))
-            await peer.say(Mutate(bundle, opaque=peer.opaque()))
-            assert (await peer.hear(Refusal)).status == Status.NOT_ALLOWED
-            await peer.hear(Credit)
+            await peer.send(Mutate(bundle, opaque=peer.opaque()))
+            assert (await peer.receive(Refusal)).status == Status.NOT_ALLOWED
+            await peer.receive(Credit)
             assert peer.session.credit.remaining_bytes == CREDIT_BYTES_MIN
         # It has no part of what those who write share.
         bucket = server.catalog.bucket("b")
@@ -412,11 +412,11 @@ async def test_design_documents_have_a_right_of_their_own(
     async with logged_in(*(Grant(Right(right), "b") for right in rights)) as (server, peer):
         await peer.open()
         bundle = Bundle.of_one_run(P0, sets(*keys))
-        await peer.say(Mutate(bundle, opaque=peer.opaque()))
+        await peer.send(Mutate(bundle, opaque=peer.opaque()))
         if is_allowed:
-            assert not (await peer.hear(MutateReply)).failures
+            assert not (await peer.receive(MutateReply)).failures
         else:
-            assert (await peer.hear(Refusal)).status == Status.NOT_ALLOWED
+            assert (await peer.receive(Refusal)).status == Status.NOT_ALLOWED
         assert server.catalog.bucket("b").partitions[0].high_seq == len(keys) * is_allowed
 
 
@@ -428,35 +428,35 @@ async def test_a_writer_writes_and_does_not_read() -> None:
             Get((b"k",), partition=P0, opaque=peer.opaque()),
             Lease(LeaseAction.ACQUIRE, 0, 1, "o", (), opaque=peer.opaque()),
         ):
-            await peer.say(request)
-            assert (await peer.hear(Refusal)).status == Status.NOT_ALLOWED
+            await peer.send(request)
+            assert (await peer.receive(Refusal)).status == Status.NOT_ALLOWED
         assert (await peer.ask()).status == Status.NOT_ALLOWED
         assert (await peer.ask(with_answers=True)).status == Status.NOT_ALLOWED
 
 
 async def test_a_bucket_that_a_user_may_not_use_is_not_told_from_one_that_is_missing() -> None:
     async with logged_in(Grant(Right.READ, "c")) as (_, peer):
-        await peer.say()
-        await peer.hear(HelloReply)
+        await peer.send()
+        await peer.receive(HelloReply)
         sentences = set()
         for name in ("b", "d"):
-            await peer.say(Open(name, opaque=peer.opaque()))
-            refusal = await peer.hear(Refusal)
+            await peer.send(Open(name, opaque=peer.opaque()))
+            refusal = await peer.receive(Refusal)
             assert refusal.status == Status.NOT_ALLOWED
             sentences.add(refusal.sentence.replace(f"bucket {name}", "bucket X"))
         assert len(sentences) == 1
-        await peer.say(ListBuckets(opaque=peer.opaque()))
-        assert not (await peer.hear(ListBucketsReply)).buckets
+        await peer.send(ListBuckets(opaque=peer.opaque()))
+        assert not (await peer.receive(ListBucketsReply)).buckets
 
 
 async def test_reports_of_replicas_count_from_replicas_only() -> None:
     async with logged_in(reading(), writing()) as (server, peer):
         await peer.open()
         await peer.mutate(sets(b"k"))
-        await peer.say(ReplicaAck(((P0, HistoryId(1), SeqNo(1), SeqNo(1)),)))
+        await peer.send(ReplicaAck(((P0, HistoryId(1), SeqNo(1), SeqNo(1)),)))
         # It has no answer; the next request is answered as if it had not come.
-        await peer.say(Get((b"k",), partition=P0, opaque=peer.opaque()))
-        await peer.hear(GetReply)
+        await peer.send(Get((b"k",), partition=P0, opaque=peer.opaque()))
+        await peer.receive(GetReply)
         partition = server.catalog.bucket("b").partitions[0]
         assert not len(partition.replicas)
 
@@ -466,17 +466,17 @@ async def test_taking_the_right_to_read_ends_the_streams_that_lived_by_it() -> N
         await peer.open()
         await peer.mutate(sets(b"k"))
         assert not (await peer.ask()).status
-        await peer.say(Go())
-        await peer.hear(PartitionStart)
+        await peer.send(Go())
+        await peer.receive(PartitionStart)
         began = trio.current_time()
         await revoke(server, reading())
-        assert (await peer.hear(StreamEnd)).status == Status.RIGHT_REVOKED
+        assert (await peer.receive(StreamEnd)).status == Status.RIGHT_REVOKED
         assert trio.current_time() - began < 1
         # The connection goes on with the right that is left.
         assert not (await peer.mutate(sets(b"k2"))).status
         await revoke(server, writing())
-        await peer.say(Mutate(Bundle.of_one_run(P0, sets(b"k3")), opaque=peer.opaque()))
-        assert (await peer.hear(Refusal)).status == Status.NOT_ALLOWED
+        await peer.send(Mutate(Bundle.of_one_run(P0, sets(b"k3")), opaque=peer.opaque()))
+        assert (await peer.receive(Refusal)).status == Status.NOT_ALLOWED
 
 
 async def test_taking_the_right_to_read_ends_many_streams_in_steps() -> None:
@@ -488,15 +488,15 @@ async def test_taking_the_right_to_read_ends_many_streams_in_steps() -> None:
         for number in range(3 * STEP_STREAMS):
             partition, opaque = PartitionId(number), peer.opaque()
             state = PartitionState.ACTIVE
-            await peer.say(Stream(state, NOTHING_YET, partition=partition, opaque=opaque))
-            await peer.hear(StreamReply)
+            await peer.send(Stream(state, NOTHING_YET, partition=partition, opaque=opaque))
+            await peer.receive(StreamReply)
         (connection,) = server.connections.connections
         server.users.users = server.users.users.revoking(USER, (on_wide,))
         steps = server.connections._apply_rights()
         next(steps)
         assert len(connection.session.streams) == 2 * STEP_STREAMS
-        await peer.say(Get((b"k",), partition=P0, opaque=peer.opaque()))
-        while not isinstance(answer := await peer.hear(Message), Refusal):
+        await peer.send(Get((b"k",), partition=P0, opaque=peer.opaque()))
+        while not isinstance(answer := await peer.receive(Message), Refusal):
             assert isinstance(answer, StreamEnd)
         assert answer.status == Status.NOT_ALLOWED
         assert [len(connection.session.streams) for _ in steps] == [STEP_STREAMS, 0]
@@ -525,12 +525,12 @@ async def test_rights_of_many_connections_are_looked_up_in_slices(
         next(steps)
         next(steps)
         assert (len(first.session.streams), len(second.session.streams)) == (0, 1)
-        await peer.say(Get((b"k",), partition=P0, opaque=peer.opaque()))
-        assert (await peer.hear(Refusal)).status == Status.NOT_ALLOWED
+        await peer.send(Get((b"k",), partition=P0, opaque=peer.opaque()))
+        assert (await peer.receive(Refusal)).status == Status.NOT_ALLOWED
         assert len(second.session.streams) == 1
         assert not list(steps)
         assert not second.session.streams
-        assert (await peer.hear(StreamEnd)).status == Status.RIGHT_REVOKED
+        assert (await peer.receive(StreamEnd)).status == Status.RIGHT_REVOKED
 
 
 async def test_a_request_that_waits_behind_others_needs_its_right_when_its_turn_comes() -> None:
@@ -538,16 +538,16 @@ async def test_a_request_that_waits_behind_others_needs_its_right_when_its_turn_
     async with logged_in(operating) as (server, peer):
         (connection,) = server.connections.connections
         connection.context.access._audit_log = notes
-        await peer.say()
-        await peer.hear(HelloReply)
+        await peer.send()
+        await peer.receive(HelloReply)
         async with server.catalog._lock:
             for name in ("c", "d"):
-                await peer.say(CreateBucket(name, 1, opaque=peer.opaque()))
+                await peer.send(CreateBucket(name, 1, opaque=peer.opaque()))
             await trio.testing.wait_all_tasks_blocked()
             await revoke(server, operating)
         # One had begun; the other had not.
-        await peer.hear(BucketDone)
-        assert (await peer.hear(Refusal)).status == Status.NOT_ALLOWED
+        await peer.receive(BucketDone)
+        assert (await peer.receive(Refusal)).status == Status.NOT_ALLOWED
         assert [bucket.name for bucket in server.catalog.buckets] == ["b", "c"]
     noted = [(fields["bucket"], fields["allowed"]) for _, fields in notes.notes]
     assert noted == [("c", True), ("d", True), ("d", False)]
@@ -558,15 +558,15 @@ async def test_a_request_that_waits_is_noted_once_if_its_right_stays() -> None:
     async with logged_in(operating) as (server, peer):
         (connection,) = server.connections.connections
         connection.context.access._audit_log = notes
-        await peer.say()
-        await peer.hear(HelloReply)
+        await peer.send()
+        await peer.receive(HelloReply)
         async with server.catalog._lock:
             for name in ("c", "d"):
-                await peer.say(CreateBucket(name, 1, opaque=peer.opaque()))
+                await peer.send(CreateBucket(name, 1, opaque=peer.opaque()))
             await trio.testing.wait_all_tasks_blocked()
             await server.users.apply_change(lambda users: users.granting(USER, (reading(),)))
         for _ in range(2):
-            await peer.hear(BucketDone)
+            await peer.receive(BucketDone)
     assert [fields["bucket"] for _, fields in notes.notes] == ["c", "d"]
 
 
@@ -574,13 +574,13 @@ async def test_taking_another_right_leaves_streams_alone() -> None:
     async with logged_in(reading(), writing()) as (server, peer):
         await peer.open()
         assert not (await peer.ask()).status
-        await peer.say(Go())
+        await peer.send(Go())
         await revoke(server, writing())
         (connection,) = server.connections.connections
         assert list(connection.session.streams) == [P0]
-        await peer.say(Get((b"k",), partition=P0, opaque=peer.opaque()))
-        await peer.hear(GetReply)
-        assert not any(isinstance(message, StreamEnd) for message in peer.heard)
+        await peer.send(Get((b"k",), partition=P0, opaque=peer.opaque()))
+        await peer.receive(GetReply)
+        assert not any(isinstance(message, StreamEnd) for message in peer.received)
 
 
 async def test_a_right_that_is_granted_counts_at_once() -> None:
@@ -594,17 +594,17 @@ async def test_the_connections_of_a_removed_user_end() -> None:
     async with logged_in(reading()) as (server, peer):
         await peer.open()
         await server.users.apply_change(lambda users: users.without_user(USER))
-        error = await peer.hear(Error)
+        error = await peer.receive(Error)
         assert error.status == Status.NOT_ALLOWED
-        assert await peer.hangs_up()
+        assert await peer.wait_for_end()
 
 
 async def test_another_password_leaves_connections_alone() -> None:
     async with logged_in(reading()) as (server, peer):
         await peer.open()
         await server.users.apply_change(lambda users: users.with_verifier(USER, None))
-        await peer.say(Get((b"k",), partition=P0, opaque=peer.opaque()))
-        await peer.hear(GetReply)
+        await peer.send(Get((b"k",), partition=P0, opaque=peer.opaque()))
+        await peer.receive(GetReply)
 
 
 # The requests about users.
@@ -612,22 +612,22 @@ async def test_another_password_leaves_connections_alone() -> None:
 
 async def test_users_are_changed_and_listed() -> None:
     async with logged_in(Grant(Right.SECURE, EVERYTHING)) as (server, peer):
-        await peer.say()
-        await peer.hear(HelloReply)
-        await peer.say(ChangeUsers(AddUser("eve").to_json(), opaque=peer.opaque()))
-        reply = await peer.hear(UsersReply)
+        await peer.send()
+        await peer.receive(HelloReply)
+        await peer.send(ChangeUsers(AddUser("eve").to_json(), opaque=peer.opaque()))
+        reply = await peer.receive(UsersReply)
         assert (reply.revision, reply.document) == (3, "")
         assert server.users.users.get("eve") is not None
-        await peer.say(ListUsers(opaque=peer.opaque()))
-        listing = UserListing.from_json((await peer.hear(UsersReply)).document)
+        await peer.send(ListUsers(opaque=peer.opaque()))
+        listing = UserListing.from_json((await peer.receive(UsersReply)).document)
         assert listing == server.users.users.listing()
         for change, sentence in (
             ("{}", "not a change of users"),
             (AddUser("eve").to_json(), "there is a user eve already"),
             (RemoveUser("joe").to_json(), "there is no user joe"),
         ):
-            await peer.say(ChangeUsers(change, opaque=peer.opaque()))
-            refusal = await peer.hear(Refusal)
+            await peer.send(ChangeUsers(change, opaque=peer.opaque()))
+            refusal = await peer.receive(Refusal)
             assert refusal.status == Status.BAD_ARGUMENT
             assert sentence in refusal.sentence
         assert server.users.users.revision == 3
@@ -636,21 +636,21 @@ async def test_users_are_changed_and_listed() -> None:
 async def test_a_user_may_take_the_right_to_change_users_from_itself() -> None:
     grant = Grant(Right.SECURE, EVERYTHING)
     async with logged_in(grant) as (_, peer):
-        await peer.say()
-        await peer.hear(HelloReply)
-        await peer.say(ChangeUsers(RevokeRights(USER, (grant,)).to_json(), opaque=peer.opaque()))
-        await peer.hear(UsersReply)
-        await peer.say(ListUsers(opaque=peer.opaque()))
-        assert (await peer.hear(Refusal)).status == Status.NOT_ALLOWED
+        await peer.send()
+        await peer.receive(HelloReply)
+        await peer.send(ChangeUsers(RevokeRights(USER, (grant,)).to_json(), opaque=peer.opaque()))
+        await peer.receive(UsersReply)
+        await peer.send(ListUsers(opaque=peer.opaque()))
+        assert (await peer.receive(Refusal)).status == Status.NOT_ALLOWED
 
 
 async def test_nobody_makes_the_first_user_over_the_network() -> None:
     async with connected(make_server()) as peer:
-        await peer.say()
-        await peer.hear(HelloReply)
+        await peer.send()
+        await peer.receive(HelloReply)
         change = AddUser(USER, None, (Grant(Right.SECURE, EVERYTHING),))
-        await peer.say(ChangeUsers(change.to_json(), opaque=peer.opaque()))
-        refusal = await peer.hear(Refusal)
+        await peer.send(ChangeUsers(change.to_json(), opaque=peer.opaque()))
+        refusal = await peer.receive(Refusal)
         assert refusal.status == Status.BAD_ARGUMENT
         assert "upr-server init" in refusal.sentence
 
@@ -661,14 +661,14 @@ async def test_a_node_is_told_the_users_that_it_does_not_have() -> None:
     async with logged_in(Grant(Right.REPLICATE, EVERYTHING)) as (server, peer):
         (connection,) = server.connections.connections
         connection.context.access._audit_log = log
-        await peer.say()
-        await peer.hear(HelloReply)
+        await peer.send()
+        await peer.receive(HelloReply)
         users = server.users.users
         for revision, digest in ((0, b""), (users.revision, bytes(32)), (1, users.digest)):
-            await peer.say(GetUsers(revision, digest, opaque=peer.opaque()))
-            assert Users.from_json((await peer.hear(UsersReply)).document) == users
-        await peer.say(GetUsers(users.revision, users.digest, opaque=peer.opaque()))
-        reply = await peer.hear(UsersReply)
+            await peer.send(GetUsers(revision, digest, opaque=peer.opaque()))
+            assert Users.from_json((await peer.receive(UsersReply)).document) == users
+        await peer.send(GetUsers(users.revision, users.digest, opaque=peer.opaque()))
+        reply = await peer.receive(UsersReply)
         assert (reply.revision, reply.document) == (users.revision, "")
     note = {"request": "GetUsers", "user": USER, "peer": "memory", "bucket": "", "detail": ""}
     assert log.notes == [("request", {**note, "allowed": True})] * 3
@@ -684,17 +684,17 @@ async def test_the_audit_log_has_who_asked_for_what(tmp_path: Path) -> None:
         (connection,) = server.connections.connections
         connection.context.access._audit_log = audit_log
         audit_log.start()
-        await peer.say()
-        await peer.hear(HelloReply)
+        await peer.send()
+        await peer.receive(HelloReply)
         verifier = Verifier(b"the salt is here", 4096, b"k" * 32, b"v" * 32)
         change = AddUser("eve", verifier)
-        await peer.say(
+        await peer.send(
             CreateBucket("c", 1, opaque=peer.opaque()),
             DeleteBucket("b", opaque=peer.opaque()),
             ListBuckets(opaque=peer.opaque()),
             ChangeUsers(change.to_json(), opaque=peer.opaque()),
         )
-        await peer.hear(UsersReply)
+        await peer.receive(UsersReply)
         audit_log.stop()
     text = (tmp_path / "audit.jsonl").read_text()
     audit_lines = [
@@ -741,11 +741,11 @@ def test_the_audit_log_has_little_of_what_is_refused() -> None:
 async def test_a_user_who_may_use_no_bucket_is_told_no_events() -> None:
     async with logged_in(reading()) as (server, peer):
         # It may ask; the server of these tests has no event bus.
-        await peer.say(NextEvents("c", opaque=peer.opaque()))
-        assert (await peer.hear(Refusal)).status == Status.UNSUPPORTED
+        await peer.send(NextEvents("c", opaque=peer.opaque()))
+        assert (await peer.receive(Refusal)).status == Status.UNSUPPORTED
         await revoke(server, reading())
-        await peer.say(NextEvents("c", opaque=peer.opaque()))
-        refusal = await peer.hear(Refusal)
+        await peer.send(NextEvents("c", opaque=peer.opaque()))
+        refusal = await peer.receive(Refusal)
         assert refusal.status == Status.NOT_ALLOWED
         assert "on any bucket" in refusal.sentence
 

@@ -1,5 +1,6 @@
-"""Readers whose past has left memory: disk first, then memory, with nothing missing and nothing
-twice; and requests for keys that only the disk has. On simulated disks and a mock clock."""
+"""Readers whose start is no longer in memory read from disk first and then from memory, nothing is
+missing, and nothing comes twice; and requests for keys that are only on disk. With simulated disks
+and a mock clock."""
 
 from __future__ import annotations
 
@@ -56,7 +57,7 @@ INDEXED_S: Final = 2.0
 
 
 class HeldReads(SimulatedStore):
-    """A store whose reads wait while `released` is not set."""
+    """A store in which reads wait while `released` is not set."""
 
     def __init__(self, kind: type[StoreCall[Any]]) -> None:
         super().__init__()
@@ -71,7 +72,7 @@ class HeldReads(SimulatedStore):
 
 
 class Model:
-    """Every mutation of a partition, and the partition."""
+    """A partition, and every mutation of it."""
 
     def __init__(self, disk: BucketDisk, partition: Partition) -> None:
         self.disk = disk
@@ -79,15 +80,15 @@ class Model:
         self._written: list[tuple[bytes, bytes | None]] = []
 
     def write(self, *items: tuple[bytes, bytes]) -> None:
-        """Sets items, now."""
+        """Sets items now."""
         rows = [Mutation(Operation.SET, key, value) for key, value in items]
         result = self.partition.mutate(batch_of(Chunk.build(rows, SeqNo(0), SeqNo(0))), now=NOW)
         self._written += items
         assert result.last_seq == len(self._written)
 
     def delete(self, *keys: bytes) -> None:
-        """Deletes items that there may be, now: an item that has expired takes the place of each,
-        and becomes a deletion."""
+        """Deletes items now. Where the item exists, an expired item replaces it, and becomes a
+        deletion."""
         rows = [Mutation(Operation.SET, key, b"", expiry=1) for key in keys]
         self.partition.mutate(batch_of(Chunk.build(rows, SeqNo(0), SeqNo(0))), now=NOW)
         assert self.partition.expire(NOW) == len(keys)
@@ -96,7 +97,7 @@ class Model:
         assert self.partition.high_seq == len(self._written)
 
     def contents(self, seq: int) -> dict[bytes, bytes]:
-        """What there was at a number."""
+        """The items as of a sequence number."""
         written = dict(self._written[:seq])
         return {key: value for key, value in written.items() if value is not None}
 
@@ -105,7 +106,8 @@ class Model:
         await self.disk.flusher.wait_until_persisted(self.partition, self.partition.high_seq)
 
     def forget(self) -> int:
-        """Frees what the disk has, as if memory were short; gives how many cursors that dropped."""
+        """Frees memory of everything on disk, as if memory were short; returns how many cursors
+        were dropped."""
         manager = self.partition.manager
         dropped_count = manager.dropped_count
         while True:
@@ -129,13 +131,14 @@ async def a_partition(
 
 
 class Reader:
-    """Reads the partition as a stream does, and compares it with the model at each end.
+    """Reads the partition as a stream does, and compares its copy with the model at each snapshot's
+    end.
 
     Attributes:
-        model: What it is compared with.
-        reader: What is tested.
-        kinds: Whence each snapshot came.
-        ends: The ends of the snapshots that were read whole.
+        model: The model.
+        reader: The partition reader under test.
+        kinds: For each snapshot, whether it came from disk or from memory.
+        ends: The ends of the snapshots that were read completely.
         stream_end: Where it ends.
     """
 
@@ -165,12 +168,12 @@ class Reader:
         self._ready.set()
 
     def step(self) -> CursorItem | ReaderWait | None:
-        """Takes the next item, if there is one now."""
+        """Reads the next item, if there is one now."""
         self._ready = trio.Event()
         return self._take(self.reader.next())
 
     def step_whole(self) -> bool:
-        """Takes the next snapshot at once, if the reader gives it so."""
+        """Reads the next snapshot at once, if the reader offers that."""
         start = self._at
         chunk = self.reader.next_whole_snapshot()
         if chunk is None:
@@ -204,8 +207,8 @@ class Reader:
         return item
 
     async def read(self, items: int = 0) -> None:
-        """Takes so many items; or all up to the newest, or to the end of the stream, and whole
-        snapshots at once where it can."""
+        """Reads so many items; or everything up to the newest change or the stream's end, in whole
+        snapshots where it can."""
         is_all = not items
         while (is_all or items) and not self._has_read_all():
             if is_all and self.step_whole():
@@ -247,7 +250,7 @@ async def test_disk_first_then_memory(autojump_clock: trio.testing.MockClock) ->
         assert reader.kinds[1:] == [SnapshotKind.MEMORY]
         assert reader.ends == [300, 307]
         assert model.disk.backfills == 1
-        # A consumer that has a part of it gets the rest.
+        # A consumer that has a part of the snapshot receives the rest.
         for start in 0, 1, 50, 75, 299, 300, 307:
             other_reader = Reader(model, start)
             await other_reader.read()
@@ -260,7 +263,7 @@ async def test_disk_first_then_memory(autojump_clock: trio.testing.MockClock) ->
 async def test_a_stream_with_an_end_reads_up_to_the_snapshot_end_behind_it(
     autojump_clock: trio.testing.MockClock,
 ) -> None:
-    """And it needs no cursor in memory, which would make the server keep snapshots for it."""
+    """It needs no cursor in memory, for which the server would have to keep snapshots."""
     async with a_partition() as (_, model):
         for turn in range(6):
             model.write(*items(turn * 50, 50))
@@ -273,7 +276,7 @@ async def test_a_stream_with_an_end_reads_up_to_the_snapshot_end_behind_it(
             assert (reader.kinds, reader.ends) == ([SnapshotKind.DISK], [end])
             assert model.partition.manager.cursor_count == cursor_count
             reader.close()
-        # What the disk does not have yet comes from memory, behind the backfill.
+        # Changes that are not on disk yet are read from memory after the backfill.
         model.write(*items(300, 10))
         reader = Reader(model, 250, 301)
         await reader.read()
@@ -285,7 +288,7 @@ async def test_a_stream_with_an_end_reads_up_to_the_snapshot_end_behind_it(
 async def test_a_stream_whose_end_lies_in_a_snapshot_that_was_cut_ends_at_that_snapshots_end(
     autojump_clock: trio.testing.MockClock, monkeypatch: pytest.MonkeyPatch, is_in_memory: bool
 ) -> None:
-    """The disk has shorter snapshots, but the consumer may lack older values at their ends."""
+    """The disk has shorter snapshots, but at their ends the consumer may lack older values."""
     monkeypatch.setattr(partition_reader, "EXCESS_MUTATIONS_MAX", 0)
     async with a_partition() as (_, model):
         for turn in range(6):
@@ -293,7 +296,7 @@ async def test_a_stream_whose_end_lies_in_a_snapshot_that_was_cut_ends_at_that_s
             await model.persist()
         if not is_in_memory:
             model.forget()
-        # It was cut at 20, in a snapshot up to 150.
+        # The consumer was interrupted at 20, in a snapshot up to 150.
         reader = Reader(model, 20, stream_end=60, end_at_least=150)
         await reader.read()
         assert reader.ends == [150]
@@ -327,7 +330,7 @@ async def test_a_stream_with_an_end_is_read_from_disk_where_memory_has_collapsed
 async def test_a_backfill_with_an_end_is_safe_from_a_compaction_before_it_begins(
     autojump_clock: trio.testing.MockClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """While it asks the disk where it ends, everything up to there becomes garbage."""
+    """While it asks the disk for its end, everything up to there becomes garbage."""
     monkeypatch.setattr(bucket_storage, "GARBAGE_BYTES", 0)
     store = HeldReads(FindFirstSnapshotEnd)
     async with a_partition(store) as (_, model):
@@ -348,7 +351,7 @@ async def test_a_backfill_with_an_end_is_safe_from_a_compaction_before_it_begins
         reader.close()
         await trio.sleep(INDEXED_S)
         assert int(str(model.disk.maintenance.statistics()["compactions"])) > 0
-        # Now the states before the compaction are gone.
+        # The compaction has now removed the earlier states.
         again = Reader(model, stream_end=30)
         await again.read()
         assert again.ends[0] >= 60
@@ -372,7 +375,7 @@ class NotedCommits(SimulatedStore):
 async def test_a_backfill_does_not_end_where_compaction_has_passed(
     autojump_clock: trio.testing.MockClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The disk has a commit, and has compacted what that supersedes, before the server has noted
+    """The disk has a commit, and has compacted what it supersedes, before the server has recorded
     the commit in each of its many partitions."""
     monkeypatch.setattr(bucket_storage, "GARBAGE_BYTES", 0)
     store = NotedCommits()
@@ -384,7 +387,7 @@ async def test_a_backfill_does_not_end_where_compaction_has_passed(
         model.forget()
         carried_out = store.carried_out.next_event()
         model.write(*items(60, 60))
-        # The last partition of a commit is noted first.
+        # The commit is recorded in its last partition first.
         for partition in bucket.partitions[1:]:
             rows = [Mutation(Operation.SET, b"key", b"value")]
             partition.mutate(batch_of(Chunk.build(rows, SeqNo(0), SeqNo(0))), now=NOW)
@@ -402,7 +405,7 @@ async def test_a_backfill_does_not_end_where_compaction_has_passed(
 
 
 async def test_memory_that_is_shared_with_the_disk_is_free_again(tmp_path: Path) -> None:
-    """On real disks: chunks lie in slots for as long as they are on their way, and no longer."""
+    """With real disks: chunks use slots only until they are sent."""
     async with open_store(tmp_path, bytes_max=1 << 30) as store, a_partition(store) as (_, model):
         slots = store._reader.slots
         if slots is None:
@@ -418,12 +421,12 @@ async def test_memory_that_is_shared_with_the_disk_is_free_again(tmp_path: Path)
         await reader.read()
         assert (reader.kinds, reader.ends) == ([SnapshotKind.DISK], [120])
         assert len(slots) == free
-        # One that is given up, with much read ahead.
+        # A reader that is closed while much is read ahead.
         other_reader = Reader(model)
         await other_reader.read(items=2)
         assert len(slots) < free
         other_reader.close()
-        # Whatever was being read meanwhile has come when this has.
+        # When this read has returned, all earlier reads have, too.
         await Reader(model).read()
         assert len(slots) == free
 
@@ -441,7 +444,7 @@ async def test_a_cursor_dropped_during_a_backfill_backfills_again(
         start = reader.step()
         assert start is WAIT_FOR_DISK
         await trio.testing.wait_all_tasks_blocked()
-        # Its cursor waits in memory at 50, and is in the way.
+        # Its cursor in memory is at 50, so memory cannot be freed beyond that.
         model.write(*items(50, 50))
         await model.persist()
         model.write(*items(100, 50))
@@ -474,8 +477,9 @@ async def test_a_cursor_dropped_inside_a_snapshot_finishes_it_from_disk(
 async def test_a_dropped_cursor_waits_until_the_disk_has_its_announced_end(
     autojump_clock: trio.testing.MockClock,
 ) -> None:
-    """It has announced (0, 3]. From the disk it could have (0, 1] at once. Then it would be told
-    that it is consistent at 1, where it may lack older values of keys that it got newer ones of."""
+    """The stream has announced a snapshot (0, 3], of which the disk has only (0, 1]. If it ended at
+    1, the consumer would count as consistent there, but it may lack older values of keys whose
+    newer values it has."""
     store = HeldReads(Commit)
     async with a_partition(store) as (_, model):
         model.write(*items(0, 1))
@@ -487,8 +491,8 @@ async def test_a_dropped_cursor_waits_until_the_disk_has_its_announced_end(
         start = reader.step()
         assert isinstance(start, SnapshotStartItem)
         assert start.end == 3
-        # The commit of the rest is under way. Maintenance does not wait for it yet, which would
-        # hold up any backfill.
+        # The commit of the rest is running. Maintenance does not wait for it yet: that would delay
+        # every backfill.
         await trio.sleep(0.15)
         assert model.forget() == 1
         assert reader.step() is WAIT_FOR_DISK
@@ -501,13 +505,13 @@ async def test_a_dropped_cursor_waits_until_the_disk_has_its_announced_end(
 
 
 def read_little_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Has backfills read ahead 100,000 bytes, 20,000 at a time."""
+    """Makes backfills read ahead 100,000 bytes, 20,000 at a time."""
     monkeypatch.setattr(backfill, "QUEUE_BYTES", 100_000)
     monkeypatch.setattr(backfill, "READ_BYTES", 20_000)
 
 
 async def persist_1_2_mb(model: Model) -> None:
-    """Writes 120 values of 10,000 bytes, which are then on disk and not in memory."""
+    """Writes 120 values of 10,000 bytes, and waits until they are on disk only."""
     for turn in range(60):
         model.write(*((b"%d-%d" % (turn, n), bytes(10_000)) for n in range(2)))
         await model.persist()
@@ -517,7 +521,7 @@ async def persist_1_2_mb(model: Model) -> None:
 async def test_a_backfill_from_which_nobody_takes_reads_ahead_to_its_own_limit(
     autojump_clock: trio.testing.MockClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whatever the budget of all backfills has left."""
+    """The limit applies even if the common budget of all backfills has room."""
     read_little_at_a_time(monkeypatch)
     async with a_partition() as (server, model):
         await persist_1_2_mb(model)
@@ -533,7 +537,7 @@ async def test_a_backfill_from_which_nobody_takes_reads_ahead_to_its_own_limit(
 async def test_a_backfill_that_takes_an_hour_ends_its_stream(
     autojump_clock: trio.testing.MockClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its range could not be compacted for as long as a consumer likes to be slow."""
+    """Otherwise a slow consumer could keep a range from compaction for any length of time."""
     read_little_at_a_time(monkeypatch)
     async with a_partition() as (_, model):
         await persist_1_2_mb(model)
@@ -553,7 +557,7 @@ async def test_a_backfill_that_takes_an_hour_ends_its_stream(
 async def test_a_backfill_that_a_purge_overtakes_ends_with_a_rollback(
     autojump_clock: trio.testing.MockClock, purge_seq: int, is_refused: bool
 ) -> None:
-    """It would lack deletions above its start, and nobody would know."""
+    """Otherwise the consumer would lack deletions above its position, without notice."""
     store = HeldReads(FindFirstSnapshotEnd)
     async with a_partition(store) as (_, model):
         model.write(*items(0, 60))
@@ -579,7 +583,7 @@ async def test_a_backfill_that_a_purge_overtakes_ends_with_a_rollback(
 async def test_a_cursor_dropped_before_a_snapshots_end_item_still_gets_it(
     autojump_clock: trio.testing.MockClock, is_more: bool
 ) -> None:
-    """Perhaps there is nothing behind it that could bring the end."""
+    """There may be no later change that would bring the end."""
     async with a_partition() as (_, model):
         reader = Reader(model)
         model.write(*items(0, 50))
@@ -601,7 +605,7 @@ async def test_a_cursor_dropped_before_a_snapshots_end_item_still_gets_it(
 async def test_a_backfills_end_is_fixed_and_compaction_leaves_it_complete(
     autojump_clock: trio.testing.MockClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Every key is overwritten meanwhile, again and again, and nearly all is garbage."""
+    """Meanwhile every key is overwritten again and again, so that nearly everything is garbage."""
     monkeypatch.setattr(bucket_storage, "GARBAGE_BYTES", 0)
     store = HeldReads(ReadChunks)
     async with a_partition(store) as (_, model):
@@ -624,7 +628,7 @@ async def test_a_backfills_end_is_fixed_and_compaction_leaves_it_complete(
         await reader.read()
         assert reader.ends == [60, 540]
         assert model.disk.leases.held_ranges() == []
-        # Nobody holds it now: what is superseded goes.
+        # The backfill is over, so superseded changes are removed.
         before = int(str(model.disk.maintenance.statistics()["chunk_bytes"]))
         for turn in range(9, 12):
             model.write(*items(turn * 60, 60))
@@ -634,7 +638,7 @@ async def test_a_backfills_end_is_fixed_and_compaction_leaves_it_complete(
         reader.close()
 
 
-async def test_backfills_that_nobody_takes_from_stay_within_their_budget(
+async def test_backfills_of_stalled_readers_stay_within_their_budget(
     autojump_clock: trio.testing.MockClock,
 ) -> None:
     many = 30
@@ -654,7 +658,7 @@ async def test_backfills_that_nobody_takes_from_stay_within_their_budget(
         for _ in range(200):
             await trio.sleep(0.001)
             most = max(most, memory.backfills)
-        # Each may read one piece whatever the budget, and a piece ends with a chunk.
+        # Each backfill may read one piece beyond the budget, and a piece ends with a chunk.
         assert budget / 2 < most <= budget + many * (READ_BYTES_MIN + 256 * 1024)
 
         async def read(reader: Reader) -> None:
@@ -668,7 +672,7 @@ async def test_backfills_that_nobody_takes_from_stay_within_their_budget(
             for reader in readers[: many // 2]:
                 nursery.start_soon(read, reader)
         assert most <= budget + many * (READ_BYTES_MIN + 256 * 1024)
-        # Those that are given up give back what they had.
+        # Closed readers release their part of the budget.
         for reader in readers[many // 2 :]:
             reader.close()
         await trio.testing.wait_all_tasks_blocked()
@@ -706,9 +710,9 @@ async def test_a_backfill_that_nobody_reads_leaves_memory_for_others(
         other_reader.close()
 
 
-async def read_or_begin_again(readers: list[Reader], index: int, items: int = 0) -> None:
-    """Reads so many items, or all. A reader that would lack deletions is told so; then another one
-    takes its place, and begins at 0."""
+async def read_or_start_again(readers: list[Reader], index: int, items: int = 0) -> None:
+    """Reads so many items, or everything. A reader that would lack deletions is refused; then
+    another one replaces it, and starts at 0."""
     reader = readers[index]
     try:
         await reader.read(items)
@@ -737,7 +741,7 @@ async def test_readers_see_what_the_model_says_whatever_happens(
     store = SimulatedStore(delay=lambda _call: draw.random() / 50)
     async with a_partition(store) as (_, model):
         partition = model.partition
-        # All deletions are old enough to go, or none is.
+        # All deletions are old enough to be purged, or none is.
         model.disk.maintenance._purge_age_s = 0.0 if seed % 4 else math.inf
         readers = [Reader(model) for _ in range(3)]
         drop_count = 0
@@ -765,9 +769,9 @@ async def test_readers_see_what_the_model_says_whatever_happens(
             else:
                 with trio.move_on_after(draw.random() / 20):
                     index = draw.randrange(len(readers))
-                    await read_or_begin_again(readers, index, draw.randrange(1, 12))
+                    await read_or_start_again(readers, index, draw.randrange(1, 12))
         for index in range(len(readers)):
-            await read_or_begin_again(readers, index)
+            await read_or_start_again(readers, index)
             reader = readers[index]
             assert not reader.ends or reader.ends[-1] >= min(partition.high_seq, reader.stream_end)
             reader.close()
@@ -778,11 +782,11 @@ async def test_readers_see_what_the_model_says_whatever_happens(
         assert drop_count > 0
 
 
-# Keys that only the disk has.
+# Keys that are only on disk.
 
 
 async def evicted(server: Server) -> None:
-    """Waits until the index has everything, and frees all."""
+    """Waits until the index has everything, and frees all memory."""
     bucket = server.catalog.bucket(BUCKET)
     await trio.sleep(INDEXED_S)
     Model(server.catalog.disks[bucket], bucket.partitions[0]).forget()
@@ -790,17 +794,17 @@ async def evicted(server: Server) -> None:
 
 
 async def ask_for(peer: Peer, key: bytes) -> None:
-    await peer.say(Get((key,), partition=P0, opaque=peer.opaque()))
+    await peer.send(Get((key,), partition=P0, opaque=peer.opaque()))
 
 
 async def mutate(peer: Peer, chunk: Chunk) -> None:
-    await peer.say(Mutate(Bundle.of_one_run(P0, chunk), opaque=peer.opaque()))
+    await peer.send(Mutate(Bundle.of_one_run(P0, chunk), opaque=peer.opaque()))
 
 
 async def test_partitions_whose_index_is_behind_are_all_answered(
     autojump_clock: trio.testing.MockClock,
 ) -> None:
-    """After a restart each waits for its own index, and all of them at once."""
+    """After a restart each partition waits for its own index, and all of them at once."""
     store, partitions = SimulatedStore(), 5
     async with serving(store, partitions) as server, speaking(server) as peer:
         for partition_id in range(partitions):
@@ -810,10 +814,10 @@ async def test_partitions_whose_index_is_behind_are_all_answered(
         assert not any(partition.eviction.is_index_ready for partition in bucket.partitions)
         for partition_id in range(partitions):
             key = key_in(partition_id, partitions)
-            await peer.say(Get((key,), partition=PartitionId(partition_id), opaque=peer.opaque()))
+            await peer.send(Get((key,), partition=PartitionId(partition_id), opaque=peer.opaque()))
         for _ in range(partitions):
             with trio.fail_after(10 * INDEXED_S):
-                reply = await peer.hear(GetReply)
+                reply = await peer.receive(GetReply)
             assert reply.chunk.mutation(0).value == b"v"
 
 
@@ -832,7 +836,7 @@ async def test_requests_for_an_evicted_key_keep_their_order(
         store.released = trio.Event()
         await ask_for(first, b"k")
         await trio.testing.wait_all_tasks_blocked()
-        # They stand behind it, from whomever they come.
+        # The requests of all connections wait behind the first one.
         await mutate(second, sets(b"k", value=b"new"))
         await trio.testing.wait_all_tasks_blocked()
         await ask_for(first, b"k")
@@ -840,12 +844,12 @@ async def test_requests_for_an_evicted_key_keep_their_order(
         await mutate(second, sets(b"k", value=b"newest"))
         await ask_for(second, b"k")
         with trio.move_on_after(1) as patience:
-            await first.hear(GetReply)
+            await first.receive(GetReply)
         assert patience.cancelled_caught
         store.released.set()
-        values = [(await first.hear(GetReply)).chunk.mutation(0).value for _ in range(2)]
+        values = [(await first.receive(GetReply)).chunk.mutation(0).value for _ in range(2)]
         assert values == [b"old", b"new"]
-        assert (await second.hear(GetReply)).chunk.mutation(0).value == b"newest"
+        assert (await second.receive(GetReply)).chunk.mutation(0).value == b"newest"
         await evicted(server)
         assert await value_of(first, b"k") == b"newest"
         assert await value_of(first, b"l") == b"other"
@@ -872,11 +876,11 @@ async def test_counters_and_expected_cas_of_evicted_keys(
                 await mutate(peer, Chunk.build(swaps, SeqNo(0), SeqNo(0)))
             await trio.testing.wait_all_tasks_blocked()
             store.released.set()
-            answers = [await peer.hear(MutateReply) for peer in (first, second)]
+            answers = [await peer.receive(MutateReply) for peer in (first, second)]
             values = sorted(value for reply in answers for _, value in reply.counters)
-            # The first of an absent counter is its initial value.
+            # The first increment of a missing counter sets its initial value.
             assert values == [100 + 2 * turn - 1, 100 + 2 * turn]
-            answers = [await peer.hear(MutateReply) for peer in (first, second)]
+            answers = [await peer.receive(MutateReply) for peer in (first, second)]
             assert sorted(reply.failures for reply in answers) == [(), ((0, Status.CAS_MISMATCH),)]
             cas = next(reply.runs[0].first_cas for reply in answers if not reply.failures)
             assert await value_of(first, b"k") == b"%d" % turn
@@ -886,8 +890,8 @@ async def test_counters_and_expected_cas_of_evicted_keys(
 async def test_no_older_version_is_ever_seen(
     autojump_clock: trio.testing.MockClock, seed: int
 ) -> None:
-    """Few keys, written, read and counted by three connections while memory is freed and the disk
-    takes its time."""
+    """Three connections write, read and count a few keys, while memory is freed and the disk is
+    slow."""
     draw = Random(seed)
     store = SimulatedStore(delay=lambda _call: draw.random() / 50)
     keys = [b"key %d" % index for index in range(4)]

@@ -1,6 +1,6 @@
-"""A bucket and its disk when things come at a bad moment: commits in whose midst more comes, one
-disk full and the other not, buckets that go, items that expire together, readers that leave at
-once. On simulated disks and a mock clock."""
+"""A bucket and its disk when several things happen at once: writes during a commit, one full disk
+of two, deleted buckets, items that expire together, readers that leave at once. With simulated
+disks and a mock clock."""
 
 from __future__ import annotations
 
@@ -79,26 +79,26 @@ def batch(first: int, count: int, *, expiry: int = 0, nbytes: int = 100) -> Chun
     return Chunk.build(rows, SeqNo(0), SeqNo(0))
 
 
-class _Prompt(HeldStore):
-    """A store that takes no time, once its commits are released."""
+class _WithoutDelay(HeldStore):
+    """A store without delays, except that commits wait until they are released."""
 
     async def wait(self, call: StoreCall[Any]) -> None:
         if isinstance(call, Commit):
             await self.released.wait()
 
 
-async def test_a_commit_ends_with_a_snapshot_though_more_comes_while_it_is_collected(
+async def test_a_commit_ends_with_a_snapshot_though_changes_arrive_while_it_is_collected(
     autojump_clock: trio.testing.MockClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(flusher, "STEP_BYTES", 10_000)
-    store = _Prompt()
+    store = _WithoutDelay()
     async with serving(store, 1) as server:
         partition = server.catalog.bucket(BUCKET).partitions[0]
         persistence = partition.manager.persistence
         partition.mutate(batch_of(batch(0, 1)), now=NOW)
         await trio.sleep(1)
-        # A commit is under way. A consumer closes what came since; more comes behind it, and goes
-        # on to come while both are read for the next commit.
+        # During a commit, a consumer closes the snapshot of newer changes. More changes arrive
+        # after it, and while both snapshots are collected for the next commit.
         partition.mutate(batch_of(batch(1, 3000, nbytes=1000)), now=NOW)
         cursor = partition.manager.register("a consumer", SeqNo(1)).cursor
         cursor.next()
@@ -123,7 +123,7 @@ async def test_a_commit_ends_with_a_snapshot_though_more_comes_while_it_is_colle
 
 
 async def read_all(store: SimulatedStore, partition: Partition) -> list[Chunk]:
-    """What is on disk of a partition."""
+    """All chunks of a partition on disk."""
     chunks: list[Chunk] = []
     end = partition.manager.persistence.committed_seq
     while not chunks or chunks[-1].end < end:
@@ -133,10 +133,10 @@ async def read_all(store: SimulatedStore, partition: Partition) -> list[Chunk]:
 
 
 class _Stalling(SimulatedStore):
-    """A store that carries out so many commits, and then does nothing more.
+    """A store that executes a number of commits, and blocks in the next one.
 
     Attributes:
-        commits_left: How many it carries out still.
+        commits_left: How many more commits it executes.
     """
 
     def __init__(self, commits_left: int) -> None:
@@ -189,19 +189,19 @@ async def test_a_bucket_that_finds_no_room_at_the_end_keeps_no_other_from_disk(
     directory = SimulatedDirectory()
     store = SimulatedStore(directory)
 
-    async def live_and_stop() -> None:
+    async def start_and_stop() -> None:
         async with serving(store, 1) as server:
             await server.catalog.create_bucket("other", 1, 1 << 26)
             log_of(store).bytes_max = 1000
             for name in (BUCKET, "other"):
                 server.catalog.bucket(name).partitions[0].mutate(batch_of(batch(0, 1)), now=NOW)
-                # The first has found no room, and waits to try again.
+                # The first bucket has found no room, and waits before it tries again.
                 await trio.sleep(3.05)
 
             server.catalog.bucket("other").partitions[0].mutate(batch_of(batch(1, 1)), now=NOW)
 
     with pytest.RaisesGroup(DiskFullError, flatten_subgroups=True):
-        await live_and_stop()
+        await start_and_stop()
     full, other_bucket = (await SimulatedStore(directory).ask(LoadBuckets())).buckets
     assert (full.record.name, full.is_clean, full.partitions[0].record.high) == (BUCKET, False, 0)
     assert (
@@ -215,7 +215,7 @@ async def test_a_bucket_that_finds_no_room_at_the_end_keeps_no_other_from_disk(
     )
 
 
-async def test_an_index_that_finds_no_room_is_told_of_while_writes_go_on(
+async def test_an_index_that_finds_no_room_is_reported_while_writes_continue(
     autojump_clock: trio.testing.MockClock,
 ) -> None:
     directory = SimulatedDirectory()
@@ -239,7 +239,7 @@ async def test_an_index_that_finds_no_room_is_told_of_while_writes_go_on(
 
 
 class _NoMaintenance(SimulatedStore):
-    """A store whose index does not move."""
+    """A store that never finishes maintenance, so the index stays behind."""
 
     async def execute(self, call: StoreCall[Any]) -> Any:
         if isinstance(call, Maintain):
@@ -247,7 +247,7 @@ class _NoMaintenance(SimulatedStore):
         return await super().execute(call)
 
 
-async def test_a_read_that_waits_for_the_index_hears_that_its_bucket_was_deleted(
+async def test_a_read_that_waits_for_the_index_is_refused_when_its_bucket_is_deleted(
     autojump_clock: trio.testing.MockClock,
 ) -> None:
     directory = SimulatedDirectory()
@@ -255,7 +255,7 @@ async def test_a_read_that_waits_for_the_index_hears_that_its_bucket_was_deleted
         await answer_to(peer, await send(peer, sets(b"a"), PERSISTED))
     async with serving(_NoMaintenance(directory), 1) as server, speaking(server) as peer:
         opaque = peer.opaque()
-        await peer.say(Get((b"a",), partition=P0, opaque=opaque))
+        await peer.send(Get((b"a",), partition=P0, opaque=opaque))
         await trio.sleep(1)
         await server.catalog.delete_bucket(BUCKET)
         answer = await answer_to(peer, opaque)
@@ -275,7 +275,7 @@ async def test_a_key_is_not_read_from_another_bucket_of_the_same_name(
             pass
         store.released = trio.Event()
         opaque = peer.opaque()
-        await peer.say(Get((b"a",), partition=P0, opaque=opaque))
+        await peer.send(Get((b"a",), partition=P0, opaque=opaque))
         await trio.sleep(1)
         await server.catalog.delete_bucket(BUCKET)
         await server.catalog.create_bucket(BUCKET, 1, 1 << 26)
@@ -293,7 +293,7 @@ class StepCounter:
 
     Attributes:
         count: How many there were.
-        first: Set by the first.
+        first: Set at the first step.
     """
 
     def __init__(self) -> None:
@@ -301,7 +301,7 @@ class StepCounter:
         self.first = trio.Event()
 
     def count_step(self) -> Iterator[None]:
-        """Notes one step, and has nothing more to do."""
+        """Counts a step, and has nothing more to do."""
         self.count += 1
         self.first.set()
         return iter(())
@@ -310,8 +310,8 @@ class StepCounter:
 async def test_a_bucket_can_be_deleted_while_its_memory_is_freed(
     autojump_clock: trio.testing.MockClock,
 ) -> None:
-    # Nothing is on disk, so each step of freeing memory collapses one partition. Commits never end,
-    # and a deletion takes a second.
+    # Commits never end, so nothing is on disk, and each step of freeing memory collapses one
+    # partition. A deletion takes a second.
     store = SimulatedStore(delay=lambda call: LONG_S if isinstance(call, Commit) else 1)
     async with serving(store, 64) as server:
         bucket = server.catalog.bucket(BUCKET)
@@ -333,8 +333,9 @@ async def test_a_bucket_can_be_deleted_while_its_memory_is_freed(
         assert steps.count < 10, "nothing is freed of a deleted bucket"
 
 
-class _LateAnswers(SimulatedStore):
-    """A store that carries out all calls, and answers some of them once `released` is set."""
+class _DelayedAnswers(SimulatedStore):
+    """A store that executes all calls at once, and answers some of them only once `released` is
+    set."""
 
     def __init__(self, is_late: Callable[[StoreCall[Any]], bool]) -> None:
         super().__init__()
@@ -353,7 +354,7 @@ class _LateAnswers(SimulatedStore):
 async def test_a_bucket_can_be_deleted_while_its_expired_items_are_read(
     autojump_clock: trio.testing.MockClock,
 ) -> None:
-    store = _LateAnswers(lambda call: isinstance(call, FindExpired))
+    store = _DelayedAnswers(lambda call: isinstance(call, FindExpired))
     async with serving(store, 1) as server:
         bucket = server.catalog.bucket(BUCKET)
         partition = bucket.partitions[0]
@@ -373,7 +374,7 @@ async def test_a_bucket_can_be_deleted_while_its_expired_items_are_read(
             await trio.sleep(1)
             assert partition.high_seq == high_seq, "a deleted bucket expires nothing"
             nursery.cancel_scope.cancel()
-        # Nobody tries for ever to free the memory of a bucket that is gone.
+        # The task that frees memory must not try for ever to free that of a deleted bucket.
         async with trio.open_nursery() as nursery:
             nursery.start_soon(server.upkeep.run_freeing)
             steps = StepCounter()
@@ -383,14 +384,14 @@ async def test_a_bucket_can_be_deleted_while_its_expired_items_are_read(
         assert steps.count <= 1
 
 
-async def test_a_lease_hears_that_its_bucket_was_deleted_while_it_is_measured(
+async def test_a_request_for_a_lease_is_refused_if_its_bucket_is_deleted_meanwhile(
     autojump_clock: trio.testing.MockClock,
 ) -> None:
-    store = _LateAnswers(lambda call: isinstance(call, MeasureRanges))
+    store = _DelayedAnswers(lambda call: isinstance(call, MeasureRanges))
     async with serving(store, 1) as server, speaking(server) as peer:
         await answer_to(peer, await send(peer, sets(b"a"), PERSISTED))
         opaque = peer.opaque()
-        await peer.say(Lease(LeaseAction.ACQUIRE, 7, 60, "me", ((0, 0, SEQ_MAX),), opaque=opaque))
+        await peer.send(Lease(LeaseAction.ACQUIRE, 7, 60, "me", ((0, 0, SEQ_MAX),), opaque=opaque))
         await store.is_asked.wait()
         await server.catalog.delete_bucket(BUCKET)
         store.released.set()
@@ -400,7 +401,7 @@ async def test_a_lease_hears_that_its_bucket_was_deleted_while_it_is_measured(
 
 
 def has_chunks(call: StoreCall[Any]) -> bool:
-    """Whether it commits mutations."""
+    """Whether a call commits mutations."""
     return isinstance(call, Commit) and any(write.chunks for write in call.writes)
 
 
@@ -408,7 +409,7 @@ async def test_a_replica_can_be_deleted_while_its_commit_is_answered(
     autojump_clock: trio.testing.MockClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     MemoryNetwork(monkeypatch)
-    store = _LateAnswers(has_chunks)
+    store = _DelayedAnswers(has_chunks)
     port = 77
     async with node("a", BUCKET) as active, node("z", port=port, store=store) as replica:
         nodes = {"a": f"{HOST}:{active.port}", "z": f"{HOST}:{port}"}
@@ -429,7 +430,7 @@ async def test_a_replica_can_be_deleted_while_its_commit_is_answered(
 
 @asynccontextmanager
 async def upkeep_running(server: Server) -> AsyncIterator[None]:
-    """Expires, frees and collapses what a server has, as long as the context."""
+    """Runs expiry, freeing and collapsing of a server while the context lasts."""
     async with trio.open_nursery() as nursery:
         for task in (
             server.upkeep.run_expiring,
@@ -466,10 +467,10 @@ async def test_items_that_expire_together_stay_within_the_quota(
 
 
 class _Peak(trio.abc.Instrument):
-    """Notes the highest that a number was at the end of a step of any task.
+    """Records the highest value of a number at the end of any step of a task.
 
     Attributes:
-        number: The highest so far.
+        number: The highest value so far.
     """
 
     def __init__(self, number: Callable[[], int]) -> None:
@@ -484,7 +485,7 @@ class _Peak(trio.abc.Instrument):
 async def test_items_in_memory_that_expire_together_stay_within_the_quota(
     autojump_clock: trio.testing.MockClock,
 ) -> None:
-    """The deletion of an item with a long key takes more than what it frees at once."""
+    """The deletion of an item with a long key needs more memory than it frees at once."""
     quota_bytes = 4 << 20
     async with serving(SimulatedStore(), 1) as server:
         bucket = server.catalog.bucket(BUCKET)
@@ -540,22 +541,23 @@ async def test_expired_items_that_cannot_be_deleted_cost_a_bounded_look_each_sec
         for partition in bucket.partitions:
             while partition.manager.free_oldest() or partition.eviction.evict(1000):
                 pass
-        # A node that hands over deletes nothing. Those of the other partition expire after these.
+        # A node that hands over a partition deletes nothing there. The items of the other partition
+        # expire later.
         pending.change_state(PartitionState.PENDING, pending.failover_log)
         for call_count in range(1, 8):
             await disk.expire_on_disk(2000.0)
             assert store.look_count <= 5 * call_count
         assert (pending.high_seq, active.high_seq) == (300, 6)
-        # What can be deleted is, however much it is.
+        # All items that can be deleted are deleted, however many.
         pending.change_state(PartitionState.ACTIVE, pending.failover_log)
         await disk.expire_on_disk(2000.0)
         assert (pending.high_seq, active.high_seq) == (600, 6)
 
 
-async def test_observers_hear_once_of_all_items_that_the_disk_reports_as_expired(
+async def test_observers_are_called_once_for_all_items_that_the_disk_reports_as_expired(
     autojump_clock: trio.testing.MockClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """There may be a hundred consumers of events: to count each item for each took 9 ms."""
+    """There may be a hundred consumers of events: counting each item for each of them took 9 ms."""
     monkeypatch.setattr(bucket_disk, "DUE_MAX", 50)
     updates: list[tuple[Sequence[bytes], int]] = []
     async with serving(SimulatedStore(), 2) as server:
@@ -574,10 +576,11 @@ async def test_observers_hear_once_of_all_items_that_the_disk_reports_as_expired
     assert sorted(updates) == [([], 1), ([b"_design/x"], 1)]
 
 
-async def test_what_has_expired_on_disk_is_deleted_in_steps(
+async def test_expired_items_on_disk_are_deleted_in_steps(
     autojump_clock: trio.testing.MockClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """All that one read finds takes 4 to 7 ms, and more to wake a hundred readers."""
+    """Deleting all items that one read finds takes 4 to 7 ms, and waking a hundred readers takes
+    more."""
     monkeypatch.setattr(bucket_disk, "EXPIRED_STEP", 8)
     monkeypatch.setattr(bucket_disk, "WOKEN_STEP", 10)
     async with serving(SimulatedStore(), 4) as server:
@@ -614,7 +617,7 @@ async def test_what_has_expired_on_disk_is_deleted_in_steps(
 async def test_a_look_for_expired_items_that_is_cancelled_leaves_nothing_behind(
     autojump_clock: trio.testing.MockClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What it has deleted goes to disk: a clean stop says that everything is there."""
+    """The deletions that it has made must be written to disk before the stop is marked as clean."""
     monkeypatch.setattr(bucket_disk, "EXPIRED_STEP", 8)
     async with serving(SimulatedStore(), 1) as server:
         bucket = server.catalog.bucket(BUCKET)
@@ -636,10 +639,10 @@ async def test_a_look_for_expired_items_that_is_cancelled_leaves_nothing_behind(
 
 
 class _FailingLooks(SimulatedStore):
-    """A store that cannot tell which items have expired.
+    """A store that cannot find expired items.
 
     Attributes:
-        error: Why not; None if it can.
+        error: The error to raise; None for none.
     """
 
     def __init__(self) -> None:
@@ -696,7 +699,7 @@ async def test_deleted_keys_leave_the_memory_of_an_idle_bucket(
 async def test_small_snapshots_of_an_idle_bucket_become_one(
     autojump_clock: trio.testing.MockClock,
 ) -> None:
-    """Not at once, as more of them may come."""
+    """They are not joined at once, because more may follow."""
     async with serving(SimulatedStore(), 1) as server:
         partition = server.catalog.bucket(BUCKET).partitions[0]
         cursor = partition.manager.register("slow", SeqNo(0)).cursor
@@ -745,7 +748,7 @@ async def test_a_bucket_is_deleted_just_as_it_has_something_to_collapse(
         nursery.start_soon(server.upkeep.run_collapsing)
         await trio.testing.wait_all_tasks_blocked()
         make_small_snapshots("short-lived")
-        # As `delete_bucket` does, whose turn may come before that of the task.
+        # As in `delete_bucket`, which may run before the task does.
         server.upkeep.remove_bucket(server.catalog.bucket("short-lived"))
         await server.catalog.delete_bucket("short-lived")
         partition = make_small_snapshots(BUCKET)
@@ -820,7 +823,7 @@ async def test_a_caller_that_leaves_a_hanging_commit_leaves_nothing_behind(
 
 
 class _NothingIsForgotten(SimulatedStore):
-    """While the disk is full no lease can be deleted."""
+    """A store in which no lease can be deleted while the disk is full."""
 
     is_full = True
     maintenance_steps = 0
@@ -835,7 +838,8 @@ class _NothingIsForgotten(SimulatedStore):
 async def test_a_lease_that_cannot_be_deleted_is_not_forgotten(
     autojump_clock: trio.testing.MockClock,
 ) -> None:
-    """After a restart it would be there again, and nobody would know what was dropped of it."""
+    """After a restart the lease would exist again, though compaction might have removed data in its
+    ranges."""
     store = _NothingIsForgotten()
     async with serving(store, 1) as server:
         disk = server.catalog.disks[server.catalog.bucket(BUCKET)]
@@ -847,7 +851,7 @@ async def test_a_lease_that_cannot_be_deleted_is_not_forgotten(
 
 
 class _FullDirectory(SimulatedDirectory):
-    """Its logs are on disks that may have room for small commits only."""
+    """A directory whose logs are on disks with room for small commits only."""
 
     def create(self, name: str, fill: Callable[[OrderedMap, OrderedMap], None]) -> None:
         log, index = FullDisk(), SimulatedDisk()
@@ -868,7 +872,8 @@ class _CountedMaintenance(SimulatedStore):
 async def test_leases_that_lapsed_together_do_not_keep_a_full_disk_from_compaction(
     autojump_clock: trio.testing.MockClock,
 ) -> None:
-    """They are deleted before it goes on. To delete all of them at once finds no room."""
+    """They must be deleted before compaction continues, and a commit that deletes all of them finds
+    no room."""
     store = _CountedMaintenance(_FullDirectory())
     async with serving(store, 1) as server:
         disk = server.catalog.disks[server.catalog.bucket(BUCKET)]
@@ -888,7 +893,7 @@ async def test_leases_that_lapsed_together_do_not_keep_a_full_disk_from_compacti
 
 
 async def _with_a_damaged_lease() -> SimulatedDirectory:
-    """The disk of a stopped server with the leases 5, which is damaged, and 6."""
+    """The disk of a stopped server with two leases: 5, which is damaged, and 6."""
     directory = SimulatedDirectory()
     async with serving(SimulatedStore(directory), 1) as server:
         disk = server.catalog.disks[server.catalog.bucket(BUCKET)]
@@ -906,8 +911,8 @@ def _leases_on_disk(directory: SimulatedDirectory) -> set[bytes]:
 async def test_a_damaged_lease_does_not_keep_a_server_with_a_full_disk_from_starting(
     autojump_clock: trio.testing.MockClock,
 ) -> None:
-    """It is lost, and its record is deleted once there is room. Nothing is compacted before: should
-    the record be readable again, the lease would promise what is no longer there."""
+    """The lease is lost, and its record is deleted once there is room. Nothing is compacted before
+    that: if the record became readable again, the lease would cover data that no longer exists."""
     directory = await _with_a_damaged_lease()
     store = _NothingIsForgotten(directory)
     async with serving(store, 1) as server:
@@ -922,7 +927,7 @@ async def test_a_damaged_lease_does_not_keep_a_server_with_a_full_disk_from_star
         assert store.maintenance_steps
 
 
-async def test_a_lease_that_takes_the_place_of_a_damaged_one_stays(
+async def test_a_lease_that_replaces_a_damaged_one_is_kept(
     autojump_clock: trio.testing.MockClock,
 ) -> None:
     directory = await _with_a_damaged_lease()

@@ -71,7 +71,7 @@ def bundle_of(*parts: tuple[PartitionId, Chunk], counter: int = 0) -> Bundle:
 
 async def say(peer: Peer, bundle: Bundle, writer: bytes = bytes(16)) -> int:
     opaque = peer.opaque()
-    await peer.say(Mutate(bundle, writer, opaque=opaque))
+    await peer.send(Mutate(bundle, writer, opaque=opaque))
     return opaque
 
 
@@ -151,7 +151,7 @@ async def test_a_run_of_a_history_that_has_ended_does_not_count_as_replicated(
         monkeypatch.setattr(ReplicaProgress, "call_when_reached", between_two_steps)
         opaque = peer.opaque()
         bundle = bundle_of((P0, sets(A0)), (P1, sets(B1)))
-        await peer.say(Mutate(bundle, bytes(16), Durability.REPLICATED, 1, opaque=opaque))
+        await peer.send(Mutate(bundle, bytes(16), Durability.REPLICATED, 1, opaque=opaque))
         reply = await answer_to(peer, opaque)
         assert isinstance(reply, MutateReply)
         assert [run.status for run in reply.runs] == [Status.OK, Status.NOT_DURABLE_YET]
@@ -180,9 +180,9 @@ async def test_a_run_that_waits_for_the_disk_holds_replies_about_its_partition_b
         # The runs for the other partition are applied; the replies keep their order.
         assert await value_of(peer, b"c", P1) == b"v"
         opaques = (waiting_opaque, behind, last)
-        assert [type(message) for message in peer.heard if message.opaque in opaques] == []
+        assert [type(message) for message in peer.received if message.opaque in opaques] == []
         store.released.set()
-        replies = [await peer.hear(MutateReply) for _ in opaques]
+        replies = [await peer.receive(MutateReply) for _ in opaques]
         assert [reply.opaque for reply in replies] == [*opaques]
         assert replies[0].counters == ((0, 101),)
         assert replies[2].runs[0].first_seq == 3
@@ -235,7 +235,7 @@ async def test_nothing_of_an_answered_bundle_waits_for_a_garbage_collection() ->
             for durability in (Durability.MEMORY, Durability.PERSISTED):
                 bundle = bundle_of((P0, sets(A0)), (P1, sets(B1)))
                 opaque = peer.opaque()
-                await peer.say(Mutate(bundle, durability=durability, opaque=opaque))
+                await peer.send(Mutate(bundle, durability=durability, opaque=opaque))
                 assert isinstance(await answer_to(peer, opaque), MutateReply)
             assert not [thing for thing in gc.get_objects() if isinstance(thing, OrderedReply)]
         finally:
@@ -270,7 +270,7 @@ async def test_a_bundle_of_many_runs_lets_others_have_their_turn(op: Operation) 
         async with trio.open_nursery() as nursery:
             nursery.start_soon(watch)
             opaque = await say(publisher, bundle_of(*parts))
-            await publisher.say(
+            await publisher.send(
                 Get((keys[-1][0],), partition=PartitionId(runs - 1), opaque=publisher.opaque())
             )
         run_cost = PLAIN_RUN_COST if op is Operation.SET else RUN_COST
@@ -280,7 +280,7 @@ async def test_a_bundle_of_many_runs_lets_others_have_their_turn(op: Operation) 
         reply = await answer_to(publisher, opaque)
         assert isinstance(reply, MutateReply)
         assert [run.last_seq for run in reply.runs] == [rows] * runs
-        assert (await publisher.hear(GetReply)).chunk.value(0) == b"v"
+        assert (await publisher.receive(GetReply)).chunk.value(0) == b"v"
 
 
 @pytest.mark.parametrize("is_one_refused", [False, True])
@@ -301,7 +301,7 @@ async def test_many_runs_that_wait_for_the_disk_let_others_have_their_turn(
         trio.lowlevel.add_instrument(largest_step)
         opaque = publisher.opaque()
         mutate = Mutate(bundle_of(*parts), durability=Durability.PERSISTED, opaque=opaque)
-        await publisher.say(mutate)
+        await publisher.send(mutate)
         await trio.testing.wait_all_tasks_blocked()
         trio.lowlevel.remove_instrument(largest_step)
         assert len(disk.flusher._callbacks) == runs - is_one_refused
@@ -441,7 +441,7 @@ async def test_a_key_in_the_wrong_partition_refuses_its_run_alone() -> None:
 async def test_a_read_of_a_key_in_the_wrong_partition_is_refused() -> None:
     async with serving(SimulatedStore()) as server, speaking(server) as peer:
         opaque = peer.opaque()
-        await peer.say(Get((B1, A0), partition=P1, opaque=opaque))
+        await peer.send(Get((B1, A0), partition=P1, opaque=opaque))
         refusal = await answer_to(peer, opaque)
         assert isinstance(refusal, Refusal)
         assert refusal.status == Status.BAD_ARGUMENT

@@ -107,7 +107,7 @@ P0 = PartitionId(0)
 
 
 class Peer:
-    """A client by hand: says what it is told and shows what it hears."""
+    """A client that sends the messages that a test gives it, and returns those that it receives."""
 
     def __init__(
         self,
@@ -124,44 +124,44 @@ class Peer:
             idle_interval_s=idle_interval_s,
             now=trio.current_time(),
         )
-        self.heard: list[Message] = []
+        self.received: list[Message] = []
 
-    async def say(self, *messages: Message) -> None:
+    async def send(self, *messages: Message) -> None:
         for message in messages:
             self.session.send(message)
         await self.stream.send_all(b"".join(self.session.take_outgoing(trio.current_time())))
 
-    async def hear(self, kind: type[M]) -> M:
-        """The next message of `kind`; those before it are dropped."""
+    async def receive(self, kind: type[M]) -> M:
+        """The next message of `kind`; earlier messages are dropped."""
         while True:
-            while self.heard:
-                message = self.heard.pop(0)
+            while self.received:
+                message = self.received.pop(0)
                 if isinstance(message, kind):
                     return message
             data = await self.stream.receive_some(65536)
             assert data, f"the server hung up; expected {kind.__name__}"
             self.session.receive(bytes(data), trio.current_time())
-            self.heard += self.session.messages()
+            self.received += self.session.messages()
 
-    async def hangs_up(self) -> bool:
+    async def wait_for_end(self) -> bool:
         while data := await self.stream.receive_some(65536):
             self.session.receive(bytes(data), trio.current_time())
-            self.heard += self.session.messages()
+            self.received += self.session.messages()
         return True
 
     def opaque(self) -> int:
         return self.session.new_opaque()
 
     async def open(self, bucket: str = "b", *partitions: int) -> None:
-        await self.say()
-        await self.hear(HelloReply)
-        await self.say(Open(bucket, partitions, opaque=self.opaque()))
-        await self.hear(Opened)
-        await self.hear(Credit)
+        await self.send()
+        await self.receive(HelloReply)
+        await self.send(Open(bucket, partitions, opaque=self.opaque()))
+        await self.receive(Opened)
+        await self.receive(Credit)
 
     async def mutate(self, chunk: Chunk, partition: PartitionId = P0) -> MutateReply:
-        await self.say(Mutate(Bundle.of_one_run(partition, chunk), opaque=self.opaque()))
-        return await self.hear(MutateReply)
+        await self.send(Mutate(Bundle.of_one_run(partition, chunk), opaque=self.opaque()))
+        return await self.receive(MutateReply)
 
     async def ask(
         self,
@@ -178,8 +178,8 @@ class Peer:
             partition=P0,
             opaque=self.opaque(),
         )
-        await self.say(request)
-        return await self.hear(StreamReply)
+        await self.send(request)
+        return await self.receive(StreamReply)
 
 
 def sets(*keys: bytes, value: bytes = b"v") -> Chunk:
@@ -195,7 +195,7 @@ def make_server(
     ids: Iterator[int] | None = None,
     node: str = "",
 ) -> Server:
-    """A server that does not listen, and whose history IDs count up."""
+    """A server that does not listen; its history IDs are 1, 2, 3 and so on."""
     numbers = count(1) if ids is None else ids
     config = ServerConfig(
         identity="test-server", quota_bytes=QUOTA_BYTES, connections_max=connections_max, node=node
@@ -207,7 +207,7 @@ def make_server(
 
 
 async def name_replica(server: Server) -> None:
-    """Has the node `a` be active for the one partition of the bucket, and `r` its replica."""
+    """Makes the node `a` active for the bucket's only partition, with `r` as its replica."""
     nodes = {"a": "127.0.0.1:1", "r": "127.0.0.1:2"}
     assignments = (Assignment("a", {"r": ""}),)
     partition_map = PartitionMap(bucket="b", revision=1, nodes=nodes, partitions=assignments)
@@ -239,13 +239,13 @@ async def connected(
             nursery.cancel_scope.cancel()
 
 
-async def test_buckets_are_made_listed_and_deleted() -> None:
+async def test_buckets_are_created_listed_and_deleted() -> None:
     async with connected(make_server()) as peer:
-        await peer.say()
-        await peer.hear(HelloReply)
-        await peer.say(CreateBucket("c", 4, 2_000_000, opaque=peer.opaque()))
-        await peer.say(ListBuckets(opaque=peer.opaque()))
-        listed = await peer.hear(ListBucketsReply)
+        await peer.send()
+        await peer.receive(HelloReply)
+        await peer.send(CreateBucket("c", 4, 2_000_000, opaque=peer.opaque()))
+        await peer.send(ListBuckets(opaque=peer.opaque()))
+        listed = await peer.receive(ListBucketsReply)
         assert listed.buckets[1] == ("c", 4, 2_000_000)
         for request, status in (
             (CreateBucket("c", opaque=50), Status.BUCKET_EXISTS),
@@ -254,11 +254,11 @@ async def test_buckets_are_made_listed_and_deleted() -> None:
             (DeleteBucket("e", opaque=53), Status.NO_BUCKET),
             (Open("e", opaque=54), Status.NO_BUCKET),
         ):
-            await peer.say(request)
-            refusal = await peer.hear(Refusal)
+            await peer.send(request)
+            refusal = await peer.receive(Refusal)
             assert (refusal.status, refusal.opaque) == (status, request.opaque)
-        await peer.say(DeleteBucket("c", opaque=60), ListBuckets(opaque=61))
-        assert [name for name, _, _ in (await peer.hear(ListBucketsReply)).buckets] == ["b"]
+        await peer.send(DeleteBucket("c", opaque=60), ListBuckets(opaque=61))
+        assert [name for name, _, _ in (await peer.receive(ListBucketsReply)).buckets] == ["b"]
 
 
 async def test_a_batch_is_answered_and_read_back() -> None:
@@ -279,14 +279,14 @@ async def test_a_batch_is_answered_and_read_back() -> None:
         assert (reply.runs[0].first_seq, reply.runs[0].last_seq) == (1, 2)
         assert reply.failures == ((1, Status.EXISTS), (3, Status.NOT_FOUND))
         assert reply.counters == ((2, 6),)
-        await peer.say(Get((b"a", b"missing"), partition=P0, opaque=peer.opaque()))
-        get_reply = await peer.hear(GetReply)
+        await peer.send(Get((b"a", b"missing"), partition=P0, opaque=peer.opaque()))
+        get_reply = await peer.receive(GetReply)
         counter, missing = get_reply.chunk
         assert (counter.op, counter.value, counter.seq) == (Operation.SET, b"6", 2)
         assert (missing.op, missing.seq) == (Operation.DELETE, 0)
         assert get_reply.next_index == 2
-        await peer.say(Seqnos(opaque=peer.opaque()))
-        assert (await peer.hear(SeqnosReply)).rows == ((0, 1, 2, 0, 0),)
+        await peer.send(Seqnos(opaque=peer.opaque()))
+        assert (await peer.receive(SeqnosReply)).rows == ((0, 1, 2, 0, 0),)
 
 
 async def test_a_batch_of_failures_only_has_no_numbers() -> None:
@@ -326,29 +326,29 @@ async def test_what_this_server_cannot_do_is_refused() -> None:
             (Lease(LeaseAction.ACQUIRE, 0, 1, "o", (), opaque=97), Status.BAD_ARGUMENT),
             (Stats("nope", opaque=98), Status.NO_BUCKET),
         ):
-            await peer.say(request)
-            refusal = await peer.hear(Refusal)
+            await peer.send(request)
+            refusal = await peer.receive(Refusal)
             assert (refusal.status, refusal.opaque) == (status, request.opaque), request
         for partition, durability, status in (
             (P0, replicated, Status.TOO_FEW_REPLICAS),
             (PartitionId(9), memory, Status.NOT_MY_PARTITION),
         ):
             bundle = Bundle.of_one_run(partition, sets(b"k"))
-            await peer.say(Mutate(bundle, durability=durability, opaque=peer.opaque()))
-            assert (await peer.hear(Refusal)).status == status
-        await peer.say(waiting(ours, 1, memory))
-        assert (await peer.hear(AwaitReply)).seq == 1
-        await peer.say(Stats("b", opaque=100))
-        assert '"items":1' in (await peer.hear(StatsReply)).json
+            await peer.send(Mutate(bundle, durability=durability, opaque=peer.opaque()))
+            assert (await peer.receive(Refusal)).status == status
+        await peer.send(waiting(ours, 1, memory))
+        assert (await peer.receive(AwaitReply)).seq == 1
+        await peer.send(Stats("b", opaque=100))
+        assert '"items":1' in (await peer.receive(StatsReply)).json
 
 
-async def test_a_bad_key_that_is_asked_for_has_no_item_and_says_why() -> None:
+async def test_a_bad_key_in_a_get_has_an_error_and_no_item() -> None:
     async with connected(make_server()) as peer:
         await peer.open()
         await peer.mutate(sets(b"k"))
         keys = (b"", b"k", b"l", b"k" * 251)
-        await peer.say(Get(keys, partition=P0, opaque=peer.opaque()))
-        reply = await peer.hear(GetReply)
+        await peer.send(Get(keys, partition=P0, opaque=peer.opaque()))
+        reply = await peer.receive(GetReply)
         assert [(row.op, row.key, row.seq, row.flags) for row in reply.chunk] == [
             (Operation.DELETE, b"", 0, Status.BAD_KEY),
             (Operation.SET, b"k", 1, 0),
@@ -364,8 +364,8 @@ async def test_a_long_answer_is_cut_and_continued() -> None:
         await peer.mutate(sets(*keys, value=bytes(400_000)))
         position, sizes = 0, []
         while position < len(keys):
-            await peer.say(Get(keys[position:], partition=P0, opaque=peer.opaque()))
-            reply = await peer.hear(GetReply)
+            await peer.send(Get(keys[position:], partition=P0, opaque=peer.opaque()))
+            reply = await peer.receive(GetReply)
             assert [mutation.key for mutation in reply.chunk] == list(
                 keys[position : position + reply.next_index]
             )
@@ -379,8 +379,8 @@ async def test_a_get_of_many_keys_is_answered_some_keys_at_a_time() -> None:
         await peer.open()
         keys = tuple(b"k%d" % index for index in range(GET_REPLY_KEYS_MAX + 1))
         await peer.mutate(sets(*keys))
-        await peer.say(Get(keys, partition=P0, opaque=peer.opaque()))
-        reply = await peer.hear(GetReply)
+        await peer.send(Get(keys, partition=P0, opaque=peer.opaque()))
+        reply = await peer.receive(GetReply)
         assert reply.next_index == GET_REPLY_KEYS_MAX
         assert tuple(mutation.key for mutation in reply.chunk) == keys[:-1]
 
@@ -395,32 +395,32 @@ async def test_the_answer_to_open_says_what_is_on_disk_and_what_was_purged(
         await trio.sleep(1)
         server.catalog.bucket("b").partitions[P0].purge_seq = SeqNo(1)
         await writer.mutate(sets(b"c"))
-        await peer.say()
-        await peer.hear(HelloReply)
-        await peer.say(Open("b", (0,), opaque=peer.opaque()))
-        log = await peer.hear(PartitionLog)
+        await peer.send()
+        await peer.receive(HelloReply)
+        await peer.send(Open("b", (0,), opaque=peer.opaque()))
+        log = await peer.receive(PartitionLog)
         assert (log.high_seq, log.persisted_seq, log.purge_seq) == (3, 2, 1)
 
 
 async def test_missing_partitions_are_answered_with_not_my_partition() -> None:
     async with connected(make_server()) as peer:
-        await peer.say()
-        await peer.hear(HelloReply)
-        await peer.say(Open("b", (0, 7), opaque=1))
-        assert (await peer.hear(PartitionLog)).status == Status.OK
-        assert (await peer.hear(PartitionLog)).status == Status.NOT_MY_PARTITION
-        await peer.hear(Opened)
-        await peer.say(
+        await peer.send()
+        await peer.receive(HelloReply)
+        await peer.send(Open("b", (0, 7), opaque=1))
+        assert (await peer.receive(PartitionLog)).status == Status.OK
+        assert (await peer.receive(PartitionLog)).status == Status.NOT_MY_PARTITION
+        await peer.receive(Opened)
+        await peer.send(
             Stream(PartitionState.ACTIVE, Position(), partition=PartitionId(7), opaque=2)
         )
-        assert (await peer.hear(StreamReply)).status == Status.NOT_MY_PARTITION
-        await peer.say(Stream(PartitionState.REPLICA, Position(), partition=P0, opaque=3))
-        assert (await peer.hear(StreamReply)).status == Status.WRONG_STATE
+        assert (await peer.receive(StreamReply)).status == Status.NOT_MY_PARTITION
+        await peer.send(Stream(PartitionState.REPLICA, Position(), partition=P0, opaque=3))
+        assert (await peer.receive(StreamReply)).status == Status.WRONG_STATE
 
 
 async def test_bytes_that_a_socket_did_not_take_go_before_later_messages() -> None:
-    """An answer is longer than a socket takes, and the next question comes in that very moment: the
-    loop may let either go on first."""
+    """An answer is longer than the socket's buffer, and the next request arrives at the same time:
+    the event loop may run the reader or the writer first."""
     ends = [trio.SocketStream(end) for end in trio.socket.socketpair()]
     async with connected(make_server(), (ends[0], ends[1])) as peer:
         await peer.open()
@@ -429,17 +429,18 @@ async def test_bytes_that_a_socket_did_not_take_go_before_later_messages() -> No
             await peer.mutate(sets(key, value=value))
         for index in range(200):
             for key in values:
-                await peer.say(Get((key,), partition=P0, opaque=peer.opaque()))
+                await peer.send(Get((key,), partition=P0, opaque=peer.opaque()))
                 for _ in range(index % 4):
                     await trio.lowlevel.checkpoint()
             for value in values.values():
-                assert (await peer.hear(GetReply)).chunk.values() == [value]
+                assert (await peer.receive(GetReply)).chunk.values() == [value]
 
 
 async def test_a_client_that_sends_everything_at_once_has_greeted_too(
     autojump_clock: trio.testing.MockClock,
 ) -> None:
-    """The bucket is open before the greeting was answered: no `Hello` is missed later."""
+    """The server opens the bucket before it has answered the greeting. It must not wait for a
+    `Hello` later."""
     async with connected(make_server(), idle_interval_s=3600) as peer:
         hello = b"".join(peer.session.take_outgoing(trio.current_time()))
         opens = b"".join(Open("b", (), opaque=1).frame_buffers())
@@ -462,23 +463,23 @@ async def test_a_stream_from_the_beginning_and_what_comes_after() -> None:
         await peer.open()
         await peer.mutate(sets(b"a", b"b", b"a"))
         assert (await peer.ask()).seq == 0
-        await peer.say(Go())
-        start = await peer.hear(PartitionStart)
+        await peer.send(Go())
+        start = await peer.receive(PartitionStart)
         assert (start.start, start.end, start.may_repeat) == (0, 3, False)
-        chunk = (await peer.hear(PartitionChunk)).chunk
+        chunk = (await peer.receive(PartitionChunk)).chunk
         assert [(mutation.key, mutation.seq) for mutation in chunk] == [(b"b", 2), (b"a", 3)]
-        assert (await peer.hear(PartitionEnd)).end == 3
-        assert (await peer.hear(CycleEnd)).cycle == 1
-        await peer.say(Barrier(b"idle"))
-        assert (await peer.hear(BarrierReply)).ends == ((0, 3),)
+        assert (await peer.receive(PartitionEnd)).end == 3
+        assert (await peer.receive(CycleEnd)).cycle == 1
+        await peer.send(Barrier(b"idle"))
+        assert (await peer.receive(BarrierReply)).ends == ((0, 3),)
         await peer.mutate(sets(b"c"))
-        whole = (await peer.hear(PartitionSnapshot)).chunk
+        whole = (await peer.receive(PartitionSnapshot)).chunk
         assert (whole.start, whole.end) == (3, 4)
         assert [(mutation.key, mutation.seq) for mutation in whole] == [(b"c", 4)]
-        await peer.say(Barrier(b"idle"))
-        assert (await peer.hear(BarrierReply)).ends == ((0, 4),)
-        await peer.say(CloseStream(partition=P0, opaque=peer.session.streams[P0].opaque))
-        assert (await peer.hear(StreamEnd)).status == Status.STREAM_CLOSED
+        await peer.send(Barrier(b"idle"))
+        assert (await peer.receive(BarrierReply)).ends == ((0, 4),)
+        await peer.send(CloseStream(partition=P0, opaque=peer.session.streams[P0].opaque))
+        assert (await peer.receive(StreamEnd)).status == Status.STREAM_CLOSED
 
 
 async def test_a_new_history_or_purge_number_is_announced_by_a_start() -> None:
@@ -487,30 +488,30 @@ async def test_a_new_history_or_purge_number_is_announced_by_a_start() -> None:
         await peer.open()
         await peer.mutate(sets(b"a"))
         await peer.ask()
-        await peer.say(Go())
+        await peer.send(Go())
 
         async def snapshot() -> list[str]:
-            """The next snapshot's messages."""
+            """The messages of the next snapshot."""
             names: list[str] = []
             while not names or names[-1] not in ("PartitionEnd", "PartitionSnapshot"):
-                names.append(type(await peer.hear(Message)).__name__)
+                names.append(type(await peer.receive(Message)).__name__)
             return [name for name in names if name.startswith("Partition")]
 
         async def change(key: bytes) -> None:
-            await peer.say(Mutate(Bundle.of_one_run(P0, sets(key)), opaque=peer.opaque()))
+            await peer.send(Mutate(Bundle.of_one_run(P0, sets(key)), opaque=peer.opaque()))
 
         assert await snapshot() == ["PartitionStart", "PartitionChunk", "PartitionEnd"]
         await change(b"b")
         assert await snapshot() == ["PartitionSnapshot"]
         server.catalog.bucket("b").partitions[P0].purge_seq = SeqNo(1)
         await change(b"c")
-        assert (await peer.hear(PartitionStart)).purge_seq == 1
+        assert (await peer.receive(PartitionStart)).purge_seq == 1
         assert await snapshot() == ["PartitionChunk", "PartitionEnd"]
         await change(b"d")
         assert await snapshot() == ["PartitionSnapshot"]
 
 
-async def test_a_replica_gets_a_small_snapshot_whole_behind_its_answers() -> None:
+async def test_a_replica_receives_a_small_snapshot_in_one_message_after_its_answers() -> None:
     server = make_server(node="a")
     async with connected(server, identity="replica:r") as peer:
         await name_replica(server)
@@ -518,18 +519,18 @@ async def test_a_replica_gets_a_small_snapshot_whole_behind_its_answers() -> Non
 
         async def change(counter: int) -> None:
             bundle = Bundle.of_one_run(P0, sets(b"k"), counter)
-            await peer.say(Mutate(bundle, bytes([7] * 16), opaque=peer.opaque()))
+            await peer.send(Mutate(bundle, bytes([7] * 16), opaque=peer.opaque()))
 
         async def messages() -> list[Message]:
-            """What comes of the partition until its snapshot ends."""
+            """The partition's messages up to the end of its snapshot."""
             received: list[Message] = []
             while not received or not isinstance(received[-1], PartitionEnd | PartitionSnapshot):
-                received.append(await peer.hear(Message))
+                received.append(await peer.receive(Message))
             return [message for message in received if "Partition" in type(message).__name__]
 
         await change(1)
         assert (await peer.ask(with_answers=True)).status == Status.OK
-        await peer.say(Go())
+        await peer.send(Go())
         first = await messages()
         assert list(map(type, first)) == [
             PartitionStart,
@@ -546,7 +547,7 @@ async def test_a_replica_gets_a_small_snapshot_whole_behind_its_answers() -> Non
 
 
 class LargestSending(trio.abc.Instrument):
-    """Notes how many bytes one step of any task has given to a connection's socket at most."""
+    """Records the most bytes that one step of any task has written to a connection's socket."""
 
     def __init__(self, connection: AcceptedConnection) -> None:
         self.nbytes = 0
@@ -563,8 +564,8 @@ class LargestSending(trio.abc.Instrument):
 
 @pytest.mark.parametrize("is_whole", [False, True])
 async def test_many_answers_to_publishers_are_sent_in_steps(is_whole: bool) -> None:
-    """A replica that begins gets up to 65,536 of a partition: before the end of its first snapshot,
-    or before a snapshot that is sent whole."""
+    """A new replica receives up to 65,536 answers of a partition: before the end of its first
+    snapshot, or before a snapshot in one message."""
     server, step_count = make_server(node="a"), 4
     async with connected(server, identity="replica:r") as peer:
         await name_replica(server)
@@ -574,11 +575,11 @@ async def test_many_answers_to_publishers_are_sent_in_steps(is_whole: bool) -> N
         async def hear_snapshot() -> list[Message]:
             received: list[Message] = []
             while not received or not isinstance(received[-1], PartitionEnd | PartitionSnapshot):
-                received.append(await peer.hear(Message))
+                received.append(await peer.receive(Message))
             return received
 
         assert (await peer.ask(with_answers=True)).status == Status.OK
-        await peer.say(Go())
+        await peer.send(Go())
         if is_whole:
             await peer.mutate(sets(b"first"))
             await hear_snapshot()
@@ -589,7 +590,7 @@ async def test_many_answers_to_publishers_are_sent_in_steps(is_whole: bool) -> N
         largest_sending = LargestSending(connection)
         trio.lowlevel.add_instrument(largest_sending)
         bundle = Bundle.of_one_run(P0, sets(b"last"))
-        await peer.say(Mutate(bundle, opaque=peer.opaque()))
+        await peer.send(Mutate(bundle, opaque=peer.opaque()))
         received = await hear_snapshot()
         trio.lowlevel.remove_instrument(largest_sending)
         answers = [message for message in received if isinstance(message, PartitionAnswers)]
@@ -600,7 +601,8 @@ async def test_many_answers_to_publishers_are_sent_in_steps(is_whole: bool) -> N
 
 
 async def test_large_answers_to_publishers_are_sent_in_small_messages() -> None:
-    """A replica reads each message in one step, at 10 µs for each KiB of answers to increments."""
+    """A replica processes each message in one step, which takes 10 µs for each KiB of answers to
+    increments."""
     server, answer = make_server(node="a"), bytes(8 * 1024)
     async with connected(server, identity="replica:r") as peer:
         await name_replica(server)
@@ -610,29 +612,29 @@ async def test_large_answers_to_publishers_are_sent_in_small_messages() -> None:
         for number in range(1, count + 1):
             answers.remember(WriterToken(number.to_bytes(16), 1), answer, SeqNo(0))
         assert (await peer.ask(with_answers=True)).status == Status.OK
-        await peer.say(Go())
-        await peer.say(Mutate(Bundle.of_one_run(P0, sets(b"k")), opaque=peer.opaque()))
+        await peer.send(Go())
+        await peer.send(Mutate(Bundle.of_one_run(P0, sets(b"k")), opaque=peer.opaque()))
         row_counts: list[int] = []
         while sum(row_counts) < count:
-            message = await peer.hear(Message)
+            message = await peer.receive(Message)
             if isinstance(message, PartitionAnswers):
                 row_counts.append(len(message.rows))
         assert max(row_counts) * len(answer) <= ANSWERS_BYTES
 
 
 async def test_answers_to_publishers_are_taken_in_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    """To take 65,536 of them at once takes as long as a turn of the loop may not."""
+    """Taking 65,536 of them at once would take too long for one turn of the event loop."""
     monkeypatch.setattr(streamer, "STEP_ANSWERS", 4)
     server, count = make_server(node="a"), 13
     taken_counts: list[int] = []
     take = RepeatedBatches.answers_between
 
-    def take_noted(batches: RepeatedBatches, *args: Any, **options: Any) -> list[Any]:
+    def take_and_count(batches: RepeatedBatches, *args: Any, **options: Any) -> list[Any]:
         rows = take(batches, *args, **options)
         taken_counts.append(len(rows))
         return rows
 
-    monkeypatch.setattr(RepeatedBatches, "answers_between", take_noted)
+    monkeypatch.setattr(RepeatedBatches, "answers_between", take_and_count)
     async with connected(server, identity="replica:r") as peer:
         await name_replica(server)
         await peer.open()
@@ -641,9 +643,9 @@ async def test_answers_to_publishers_are_taken_in_steps(monkeypatch: pytest.Monk
         for number in range(1, count + 1):
             answers.remember(WriterToken(number.to_bytes(16), 1), b"answer", number)
         assert (await peer.ask(with_answers=True)).status == Status.OK
-        await peer.say(Go())
+        await peer.send(Go())
         received: list[int] = []
-        while not isinstance(message := await peer.hear(Message), PartitionEnd):
+        while not isinstance(message := await peer.receive(Message), PartitionEnd):
             if isinstance(message, PartitionAnswers):
                 received += [seq for _, _, seq, _ in message.rows]
         assert received == list(range(1, count + 1))
@@ -651,7 +653,7 @@ async def test_answers_to_publishers_are_taken_in_steps(monkeypatch: pytest.Monk
 
 
 async def test_a_replica_hears_of_answers_that_were_forgotten_before_they_were_sent() -> None:
-    """A snapshot waits, and meanwhile its writer sends many batches behind it."""
+    """Before a snapshot is sent, its writer sends many more batches."""
     server, writer = make_server(node="a"), bytes(16)
     async with connected(server, identity="replica:r") as peer:
         await name_replica(server)
@@ -660,7 +662,7 @@ async def test_a_replica_hears_of_answers_that_were_forgotten_before_they_were_s
         partition = server.catalog.bucket("b").partitions[P0]
         answers = partition.repeated_batches.answers
         answers.remember(WriterToken(writer, 5), b"answer", SeqNo(1))
-        # Closed here, as by another consumer: what comes next is another snapshot.
+        # Close the snapshot, as another consumer would, so that the next change is in another one.
         cursor = partition.manager.register("other", SeqNo(0)).cursor
         while cursor.next() is not None:
             pass
@@ -669,15 +671,15 @@ async def test_a_replica_hears_of_answers_that_were_forgotten_before_they_were_s
             answers.remember(WriterToken(writer, counter), b"answer", SeqNo(2))
         assert answers.answer_to(WriterToken(writer, 5)) == (None, True)
         assert (await peer.ask(with_answers=True)).status == Status.OK
-        await peer.say(Go())
-        message = await peer.hear(PartitionAnswers)
+        await peer.send(Go())
+        message = await peer.receive(PartitionAnswers)
         assert [row[:3] for row in message.rows] == [(writer, 5, 0)]
         assert unpack_result(message.rows[0][3]).history_id == NO_HISTORY
-        assert (await peer.hear(PartitionEnd)).end == 1
+        assert (await peer.receive(PartitionEnd)).end == 1
 
 
 async def test_a_replica_hears_once_of_the_answers_that_a_rollback_may_have_taken() -> None:
-    """Where it begins, it is told of each writer's newest batch up to there."""
+    """When its stream starts, a replica receives each writer's newest batch up to its position."""
     server, writer = make_server(node="a"), bytes(16)
     async with connected(server, identity="replica:r") as peer:
         await name_replica(server)
@@ -689,18 +691,18 @@ async def test_a_replica_hears_once_of_the_answers_that_a_rollback_may_have_take
             answers.remember(WriterToken(writer, counter), b"answer", SeqNo(counter))
         position = Position(partition.failover_log, SeqNo(2), SeqNo(2))
         assert (await peer.ask(position, with_answers=True)).status == Status.OK
-        await peer.say(Go())
-        told: list[list[tuple[bytes, int, int]]] = []
+        await peer.send(Go())
+        answer_rows: list[list[tuple[bytes, int, int]]] = []
         for key in (b"m", b"n"):
-            await peer.say(Mutate(Bundle.of_one_run(P0, sets(key)), opaque=peer.opaque()))
-            told.append([])
+            await peer.send(Mutate(Bundle.of_one_run(P0, sets(key)), opaque=peer.opaque()))
+            answer_rows.append([])
             while not isinstance(
-                message := await peer.hear(Message), PartitionEnd | PartitionSnapshot
+                message := await peer.receive(Message), PartitionEnd | PartitionSnapshot
             ):
                 if isinstance(message, PartitionAnswers):
-                    told[-1] += [row[:3] for row in message.rows]
-        # What was answered where it begins follows as it does for each replica.
-        assert told == [[(writer, 2, 2)] * 2, []]
+                    answer_rows[-1] += [row[:3] for row in message.rows]
+        # The answer at the replica's position is sent a second time, as to every replica.
+        assert answer_rows == [[(writer, 2, 2)] * 2, []]
 
 
 async def test_a_stream_with_an_end_ends_at_that_snapshot() -> None:
@@ -708,13 +710,13 @@ async def test_a_stream_with_an_end_ends_at_that_snapshot() -> None:
         await peer.open()
         await peer.mutate(sets(b"a", b"b", b"c"))
         await peer.ask(end_seq=SeqNo(2))
-        await peer.say(Go())
-        assert (await peer.hear(PartitionEnd)).end == 3
-        assert (await peer.hear(StreamEnd)).status == Status.END_REACHED
-        # One that is there already ends at once.
+        await peer.send(Go())
+        assert (await peer.receive(PartitionEnd)).end == 3
+        assert (await peer.receive(StreamEnd)).status == Status.END_REACHED
+        # A stream that starts at its end ends at once.
         log = FailoverLog.of_pairs([(1, 0)])
         await peer.ask(Position(log, SeqNo(3), SeqNo(3)), end_seq=SeqNo(3))
-        assert (await peer.hear(StreamEnd)).status == Status.END_REACHED
+        assert (await peer.receive(StreamEnd)).status == Status.END_REACHED
 
 
 async def test_a_consumer_cut_inside_a_snapshot_continues_there() -> None:
@@ -727,10 +729,10 @@ async def test_a_consumer_cut_inside_a_snapshot_continues_there() -> None:
         )
         reply = await peer.ask(position)
         assert (reply.status, reply.seq) == (Status.OK, 4)
-        await peer.say(Go())
-        start = await peer.hear(PartitionStart)
+        await peer.send(Go())
+        start = await peer.receive(PartitionStart)
         assert (start.start, start.end) == (4, 9)
-        assert [mutation.seq for mutation in (await peer.hear(PartitionChunk)).chunk] == [
+        assert [mutation.seq for mutation in (await peer.receive(PartitionChunk)).chunk] == [
             5,
             6,
             7,
@@ -740,8 +742,8 @@ async def test_a_consumer_cut_inside_a_snapshot_continues_there() -> None:
 
 
 async def test_a_consumer_cut_inside_a_snapshot_gets_no_end_before_that_snapshots_end() -> None:
-    """The server has smaller snapshots now. At the first one's end, keys may be missing that the
-    client did not get because they changed again further on in the snapshot that it had."""
+    """The server has smaller snapshots now. At the end of the first one the client may lack keys:
+    it did not receive them, because they changed again later in the snapshot that it had begun."""
     server = make_server()
     async with connected(server) as peer:
         await peer.open()
@@ -751,22 +753,23 @@ async def test_a_consumer_cut_inside_a_snapshot_gets_no_end_before_that_snapshot
         await peer.mutate(sets(*(b"%d" % index for index in range(6))))
         cut = PartialSnapshot(HistoryId(1), SeqNo(0), SeqNo(9))
         await peer.ask(Position(FailoverLog.of_pairs([(1, 0)]), SeqNo(0), SeqNo(2), cut))
-        await peer.say(Go())
-        start = await peer.hear(PartitionStart)
+        await peer.send(Go())
+        start = await peer.receive(PartitionStart)
         assert (start.start, start.end) == (2, 9)
-        assert (await peer.hear(PartitionEnd)).end == 9
+        assert (await peer.receive(PartitionEnd)).end == 9
 
 
 async def test_an_end_inside_a_snapshot_that_was_cut_is_reached_at_its_end() -> None:
-    """The client has a higher number than its end, and is consistent nowhere above 0."""
+    """The client's position is above the end that it asks for, but its copy is not consistent at
+    any sequence number above 0."""
     async with connected(make_server()) as peer:
         await peer.open()
         await peer.mutate(sets(*(b"%d" % index for index in range(9))))
         cut = PartialSnapshot(HistoryId(1), SeqNo(0), SeqNo(9))
         await peer.ask(Position(FailoverLog.of_pairs([(1, 0)]), SeqNo(0), SeqNo(4), cut), SeqNo(2))
-        await peer.say(Go())
-        assert (await peer.hear(PartitionEnd)).end == 9
-        assert (await peer.hear(StreamEnd)).status == Status.END_REACHED
+        await peer.send(Go())
+        assert (await peer.receive(PartitionEnd)).end == 9
+        assert (await peer.receive(StreamEnd)).status == Status.END_REACHED
 
 
 async def test_a_consumer_of_another_history_is_rolled_back() -> None:
@@ -789,51 +792,51 @@ async def test_the_window_holds_the_stream_until_it_is_acknowledged(
         for index in range(8):
             await peer.mutate(sets(b"k%d" % index, value=bytes(100_000)))
         await peer.ask()
-        await peer.say(Go(), Barrier(b"all"))
-        chunk = await peer.hear(PartitionChunk)
+        await peer.send(Go(), Barrier(b"all"))
+        chunk = await peer.receive(PartitionChunk)
         await trio.testing.wait_all_tasks_blocked()
-        await peer.say(Noop())
+        await peer.send(Noop())
         with trio.move_on_after(1):
-            await peer.hear(PartitionEnd)
+            await peer.receive(PartitionEnd)
         assert not peer.session.window.is_open, "only one frame may overshoot the window"
         chunk_count = chunk.chunk.count
         peer.session.acknowledge(24 + chunk.chunk.nbytes)
-        await peer.say()
+        await peer.send()
         while True:
-            message = await peer.hear(Message)
+            message = await peer.receive(Message)
             if isinstance(message, PartitionChunk):
                 chunk_count += message.chunk.count
                 peer.session.acknowledge(24 + message.chunk.nbytes)
-                await peer.say()
+                await peer.send()
             if isinstance(message, BarrierReply):
                 break
         assert chunk_count == 8
 
 
 async def test_a_shut_window_holds_back_chunks_and_nothing_else() -> None:
-    """The one chunk there is fills the window; the snapshot's end and the barrier come all the
-    same. What is written then waits in the open snapshot, where it is deduplicated."""
+    """A single chunk fills the window. The snapshot's end and the barrier are sent nevertheless.
+    Later writes wait in the open snapshot, where they are deduplicated."""
     async with connected(make_server(), window_bytes=WINDOW_BYTES_MIN) as peer:
         await peer.open()
         await peer.mutate(sets(b"k", value=bytes(WINDOW_BYTES_MIN)))
         await peer.ask()
-        await peer.say(Go(), Barrier(b"all"))
-        chunk = await peer.hear(PartitionChunk)
+        await peer.send(Go(), Barrier(b"all"))
+        chunk = await peer.receive(PartitionChunk)
         assert not peer.session.window.is_open
-        await peer.hear(PartitionEnd)
-        await peer.hear(BarrierReply)
+        await peer.receive(PartitionEnd)
+        await peer.receive(BarrierReply)
         for _ in range(3):
             await peer.mutate(sets(b"k"))
             await trio.testing.wait_all_tasks_blocked()
         peer.session.acknowledge(24 + chunk.chunk.nbytes)
-        await peer.say()
-        # If a snapshot had begun while the window was shut, the first chunk would end at 2.
-        chunk = await peer.hear(PartitionChunk)
+        await peer.send()
+        # If a snapshot had begun while the window was full, the first chunk would end at 2.
+        chunk = await peer.receive(PartitionChunk)
         assert (chunk.chunk.count, chunk.chunk.end) == (1, 4)
 
 
 async def test_a_barrier_covers_snapshots_that_other_consumers_closed() -> None:
-    """A barrier that comes back tells even the slowest that it has everything."""
+    """When its barrier returns, even the slowest consumer has everything."""
     server = make_server()
     async with (
         connected(server) as publisher,
@@ -844,35 +847,35 @@ async def test_a_barrier_covers_snapshots_that_other_consumers_closed() -> None:
         for peer in (fast, slow):
             await peer.open()
             await peer.ask()
-            await peer.say(Go())
-            await peer.hear(CycleEnd)
+            await peer.send(Go())
+            await peer.receive(CycleEnd)
         for index in range(6):
-            # Each is a snapshot of its own, because the fast one comes to read it.
+            # Each change is in a snapshot of its own, because the fast consumer reads it at once.
             await publisher.mutate(sets(b"k%d" % index, value=bytes(70_000)))
-            chunk = await fast.hear(PartitionChunk)
+            chunk = await fast.receive(PartitionChunk)
             assert chunk.chunk.count == 1
             fast.session.acknowledge(24 + chunk.chunk.nbytes)
             if not isinstance(chunk, PartitionSnapshot):
-                await fast.hear(PartitionEnd)
-        await slow.say(Barrier(b"all"))
+                await fast.receive(PartitionEnd)
+        await slow.send(Barrier(b"all"))
         keys = set()
         while True:
-            message = await slow.hear(Message)
+            message = await slow.receive(Message)
             if isinstance(message, BarrierReply):
                 break
             if isinstance(message, PartitionChunk):
                 keys |= set(message.chunk.keys())
                 slow.session.acknowledge(24 + message.chunk.nbytes)
-                await slow.say()
+                await slow.send()
         assert keys == {b"k%d" % index for index in range(6)}
         assert message.ends == ((0, 6),)
 
 
-async def test_frames_that_are_dropped_let_others_have_their_turn(
+async def test_other_tasks_run_while_frames_are_dropped(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A peer closes streams that it does not have, as many as come in one read."""
-    # As if each took that long.
+    """A peer closes streams that it does not have, as many as fit into one read."""
+    # As if each frame took so long that the step must end.
     monkeypatch.setattr(net_connection, "LONG_STEP_S", -1.0)
     monkeypatch.setattr(net_connection, "SLICE_S", -1.0)
     frame_count, turns = 200, 0
@@ -888,8 +891,8 @@ async def test_frames_that_are_dropped_let_others_have_their_turn(
         nursery.start_soon(take_turns)
         frame = b"".join(map(bytes, CloseStream(partition=P0, opaque=1).frame_buffers()))
         await peer.stream.send_all(frame_count * frame)
-        await peer.say(Seqnos(opaque=peer.opaque()))
-        await peer.hear(SeqnosReply)
+        await peer.send(Seqnos(opaque=peer.opaque()))
+        await peer.receive(SeqnosReply)
         nursery.cancel_scope.cancel()
     assert turns > frame_count // 2
 
@@ -899,22 +902,22 @@ async def test_deleting_the_bucket_ends_its_streams() -> None:
     async with connected(server) as peer:
         await peer.open()
         await peer.ask()
-        await peer.say(Go())
-        await peer.hear(CycleEnd)
+        await peer.send(Go())
+        await peer.receive(CycleEnd)
         await server.catalog.delete_bucket("b")
-        assert (await peer.hear(StreamEnd)).status == Status.BUCKET_DELETED
-        await peer.say(Get((b"k",), partition=P0, opaque=peer.opaque()))
-        assert (await peer.hear(Refusal)).status == Status.NO_BUCKET
-        # A publisher hears so, too, however often it tries.
+        assert (await peer.receive(StreamEnd)).status == Status.BUCKET_DELETED
+        await peer.send(Get((b"k",), partition=P0, opaque=peer.opaque()))
+        assert (await peer.receive(Refusal)).status == Status.NO_BUCKET
+        # A publisher is refused, too, each time.
         for _ in range(2):
             bundle = Bundle.of_one_run(P0, sets(b"k", value=bytes(CREDIT_BYTES_MIN)))
-            await peer.say(Mutate(bundle, opaque=peer.opaque()))
-            assert (await peer.hear(Refusal)).status == Status.NO_BUCKET
-            await peer.hear(Credit)
+            await peer.send(Mutate(bundle, opaque=peer.opaque()))
+            assert (await peer.receive(Refusal)).status == Status.NO_BUCKET
+            await peer.receive(Credit)
 
 
 async def test_the_streams_of_many_partitions_end_in_steps() -> None:
-    """A step ends some of them; requests are refused from the first step on."""
+    """Each step ends some of them. Requests are refused from the first step on."""
     partition_count = 3 * STEP_STREAMS
     server = make_server()
     async with connected(server) as peer:
@@ -927,21 +930,21 @@ async def test_the_streams_of_many_partitions_end_in_steps() -> None:
                 partition=PartitionId(partition),
                 opaque=peer.opaque(),
             )
-            await peer.say(request)
-            await peer.hear(StreamReply)
+            await peer.send(request)
+            await peer.receive(StreamReply)
         (connection,) = server.connections.connections
         for steps in (connection.shut_down(), connection.context.leave_bucket()):
             count_before = len(connection.session.streams)
             assert next(steps, "over") is None
             assert len(connection.session.streams) == count_before - STEP_STREAMS
-        await peer.say(Get((b"k",), partition=P0, opaque=peer.opaque()))
-        while not isinstance(answer := await peer.hear(Message), Refusal):
+        await peer.send(Get((b"k",), partition=P0, opaque=peer.opaque()))
+        while not isinstance(answer := await peer.receive(Message), Refusal):
             assert isinstance(answer, StreamEnd)
         assert answer.status == Status.NO_BUCKET
 
 
 async def test_a_long_reason_why_there_is_no_stream_is_shortened() -> None:
-    """It may name what a damaged record has."""
+    """The reason may contain parts of a damaged record."""
     server = make_server()
     async with connected(server) as peer:
         await peer.open()
@@ -952,7 +955,7 @@ async def test_a_long_reason_why_there_is_no_stream_is_shortened() -> None:
 
 
 async def test_a_stream_that_had_to_wait_is_not_opened_when_the_session_has_ended() -> None:
-    """Its tasks end in one of the next turns."""
+    """The tasks of an ended session may still run for a turn of the event loop."""
     server = make_server()
     async with connected(server) as peer:
         await peer.open()
@@ -961,13 +964,13 @@ async def test_a_stream_that_had_to_wait_is_not_opened_when_the_session_has_ende
         request = Stream(PartitionState.ACTIVE, NOTHING_YET, partition=P0, opaque=peer.opaque())
         (partition,) = bucket.partitions
         partition.begins_no_stream = True
-        await peer.say(request)
+        await peer.send(request)
         await trio.testing.wait_all_tasks_blocked()
         partition.begins_no_stream = False
         connection.context.streams_may_begin.notify()
         connection.session.fail(Status.IDLE, "the client is silent")
         with structlog.testing.capture_logs() as lines:
-            await peer.hear(Error)
+            await peer.receive(Error)
         assert not lines
 
 
@@ -987,11 +990,11 @@ async def test_credit_is_topped_up_and_withheld_above_the_quota(
             sent_bytes += 1
             assert sent_bytes < 200, "credit never ran out"
         with trio.move_on_after(5) as patience:
-            await peer.hear(Credit)
+            await peer.receive(Credit)
         assert patience.cancelled_caught, "credit came while the bucket was over its quota"
-        # What is on disk may leave memory, and what is owed is then paid.
+        # Once changes are on disk, they are freed from memory, and the missing credit is granted.
         store.released.set()
-        await peer.hear(Credit)
+        await peer.receive(Credit)
         bucket = server.catalog.buckets.get("small")
         assert bucket is not None
         assert bucket.memory.total < bucket.memory_policy.high_bytes
@@ -1013,23 +1016,23 @@ async def test_strangers_of_one_network_leave_as_many_places_as_they_take(
             return Peer(own_end)
 
         async def greet(peer: Peer) -> None:
-            await peer.say()
-            await peer.hear(HelloReply)
+            await peer.send()
+            await peer.receive(HelloReply)
 
         async def reason_of_refusal(network: str) -> str:
-            error = await (await arrive(network)).hear(Error)
+            error = await (await arrive(network)).receive(Error)
             assert error.status == Status.TOO_MANY
             return error.sentence
 
         first, *others = [await arrive("10.0.0.1") for _ in range(4)]
         assert "4 connections from 10.0.0.1" in await reason_of_refusal("10.0.0.1")
-        # The places that are left are for others, who are strangers for a moment.
+        # The remaining places are for other networks, whose peers are strangers until they greet.
         for _ in range(2):
             await greet(await arrive("10.0.0.2"))
         assert "there are 6 connections" in await reason_of_refusal("10.0.0.2")
-        # One that leaves without a greeting counts no more, and neither do those that greet.
+        # A peer that leaves without a greeting no longer counts, nor does one that greets.
         await first.stream.send_all(b"nonsense, and more than a header")
-        await first.hear(Error)
+        await first.receive(Error)
         assert strangers.count_of("10.0.0.1") == 4
         await first.stream.aclose()
         await trio.testing.wait_all_tasks_blocked()
@@ -1044,8 +1047,8 @@ async def test_strangers_of_one_network_leave_as_many_places_as_they_take(
 
 async def test_silence_before_hello_is_ended(autojump_clock: trio.testing.MockClock) -> None:
     async with connected(make_server()) as peer:
-        await peer.hangs_up()
-        (error,) = peer.heard
+        await peer.wait_for_end()
+        (error,) = peer.received
         assert isinstance(error, Error)
         assert error.status == Status.IDLE
         assert trio.current_time() == pytest.approx(HANDSHAKE_TIMEOUT_S, abs=0.1)
@@ -1055,18 +1058,18 @@ async def test_an_idle_server_says_noop_and_a_dead_peer_is_dropped(
     autojump_clock: trio.testing.MockClock,
 ) -> None:
     async with connected(make_server(), idle_interval_s=3) as peer:
-        await peer.say()
+        await peer.send()
         began = trio.current_time()
-        await peer.hear(Noop)
+        await peer.receive(Noop)
         assert trio.current_time() - began == pytest.approx(3, abs=0.1)
-        await peer.hangs_up()
-        error = peer.heard[-1]
+        await peer.wait_for_end()
+        error = peer.received[-1]
         assert isinstance(error, Error)
         assert error.status == Status.IDLE
         assert trio.current_time() - began == pytest.approx(6, abs=0.1)
 
 
-async def test_a_peer_that_takes_nothing_is_dropped(
+async def test_a_peer_that_reads_nothing_is_disconnected(
     autojump_clock: trio.testing.MockClock,
 ) -> None:
     server = make_server()
@@ -1075,14 +1078,14 @@ async def test_a_peer_that_takes_nothing_is_dropped(
     async with trio.open_nursery() as nursery:
         nursery.start_soon(server.connections.new_connection(theirs, "memory").run)
         began = trio.current_time()
-        await peer.say()
+        await peer.send()
     assert trio.current_time() - began == pytest.approx(SEND_TIMEOUT_S, abs=0.1)
 
 
 async def test_a_peer_that_was_not_listened_to_is_not_called_silent(
     autojump_clock: trio.testing.MockClock,
 ) -> None:
-    """Its frame waits while others take all memory for frames, five idle intervals long, and is not
+    """For five idle intervals other frames take all memory for frames, so the peer's frame is not
     read."""
     server = make_server()
     budget = server.connections.resources.frame_budget
@@ -1112,7 +1115,7 @@ async def test_a_frame_that_stops_is_dropped_whatever_idle_interval_was_asked_fo
         await trio.testing.wait_all_tasks_blocked()
         assert budget.used_bytes >= 500_000
         began_at = trio.current_time()
-        error = await peer.hear(Error)
+        error = await peer.receive(Error)
         assert error.status == Status.TOO_SLOW
         assert "524288 bytes" in error.sentence
         assert trio.current_time() - began_at <= FRAME_TIMEOUT_S + 10
@@ -1120,13 +1123,13 @@ async def test_a_frame_that_stops_is_dropped_whatever_idle_interval_was_asked_fo
         nursery.cancel_scope.cancel()
 
 
-async def test_opening_a_bucket_of_many_partitions_lets_others_have_their_turn() -> None:
+async def test_other_tasks_run_while_a_bucket_of_many_partitions_is_opened() -> None:
     server = make_server()
     outgoing_bytes: list[int] = []
     async with connected(server) as peer, trio.open_nursery() as nursery:
         await server.catalog.create_bucket("wide", 1024, QUOTA_BYTES)
-        await peer.say()
-        await peer.hear(HelloReply)
+        await peer.send()
+        await peer.receive(HelloReply)
         (connection,) = server.connections.connections
 
         async def watch() -> None:
@@ -1135,11 +1138,11 @@ async def test_opening_a_bucket_of_many_partitions_lets_others_have_their_turn()
                 await trio.lowlevel.checkpoint()
 
         nursery.start_soon(watch)
-        await peer.say(Open("wide", opaque=peer.opaque()))
-        await peer.hear(Opened)
+        await peer.send(Open("wide", opaque=peer.opaque()))
+        await peer.receive(Opened)
         nursery.cancel_scope.cancel()
     log_bytes = len(b"".join(PartitionLog(*_LOG, partition=P0, opaque=1).frame_buffers()))
-    # How many slices wait at a time depends on the order in which Trio runs reader and writer.
+    # How many slices are queued at once depends on the order in which Trio runs reader and writer.
     assert 0 < max(outgoing_bytes) <= 4 * SLICE_PARTITIONS * log_bytes < 1024 * log_bytes
 
 
@@ -1147,44 +1150,44 @@ _LOG: Final = (PartitionState.ACTIVE, SeqNo(0), SeqNo(0), SeqNo(0), FailoverLog.
 
 
 async def test_a_partition_named_twice_is_refused() -> None:
-    """The answer would have a row for each time, and might not fit its frame."""
+    """The answer would have a row for each mention, and might not fit into its frame."""
     async with connected(make_server()) as peer:
         await peer.open()
-        await peer.say(Seqnos((0,) * 2000, opaque=peer.opaque()))
-        assert (await peer.hear(Refusal)).status == Status.BAD_ARGUMENT
+        await peer.send(Seqnos((0,) * 2000, opaque=peer.opaque()))
+        assert (await peer.receive(Refusal)).status == Status.BAD_ARGUMENT
     async with connected(make_server()) as peer:
-        await peer.say()
-        await peer.hear(HelloReply)
-        await peer.say(Open("b", (0,) * 1000, opaque=peer.opaque()))
-        assert (await peer.hear(Refusal)).status == Status.BAD_ARGUMENT
+        await peer.send()
+        await peer.receive(HelloReply)
+        await peer.send(Open("b", (0,) * 1000, opaque=peer.opaque()))
+        assert (await peer.receive(Refusal)).status == Status.BAD_ARGUMENT
 
 
-async def test_statistics_tell_of_so_many_connections_and_say_how_many_are_left_out() -> None:
+async def test_statistics_list_a_limited_number_of_connections_and_count_the_rest() -> None:
     server = make_server()
     other_count = 7000
     longest = b"".join(Hello("\\" * 200, (VERSION,), 0, 1 << 20, 20).frame_buffers())
     async with connected(server) as peer:
-        await peer.say()
-        await peer.hear(HelloReply)
+        await peer.send()
+        await peer.receive(HelloReply)
         _, stream = trio.testing.memory_stream_pair()
         for _ in range(other_count):
             connection = server.connections.new_connection(stream, "192.0.2.123:12345")
             connection.session.receive(longest, 0.0)
             assert list(connection.session.messages())
             server.connections.connections[connection] = None
-        await peer.say(Stats(opaque=1))
-        figures = json.loads((await peer.hear(StatsReply)).json)
+        await peer.send(Stats(opaque=1))
+        figures = json.loads((await peer.receive(StatsReply)).json)
         assert len(figures["connections"]) == CONNECTIONS_TOLD_MAX
         assert figures["connections_left_out"] == other_count + 1 - CONNECTIONS_TOLD_MAX
         assert figures["server"]["connections"] == other_count + 1
         server.connections.connections.clear()
 
 
-async def test_others_have_their_turn_while_statistics_are_made() -> None:
+async def test_other_tasks_run_while_statistics_are_collected() -> None:
     server = make_server()
     async with connected(server) as peer:
-        await peer.say()
-        await peer.hear(HelloReply)
+        await peer.send()
+        await peer.receive(HelloReply)
         for index in range(20):
             await server.catalog.create_bucket(f"b{index}", 1, QUOTA_BYTES)
         turns = 0
@@ -1197,8 +1200,8 @@ async def test_others_have_their_turn_while_statistics_are_made() -> None:
 
         async with trio.open_nursery() as nursery:
             nursery.start_soon(take_turns)
-            await peer.say(Stats(opaque=1))
-            figures = json.loads((await peer.hear(StatsReply)).json)
+            await peer.send(Stats(opaque=1))
+            figures = json.loads((await peer.receive(StatsReply)).json)
             nursery.cancel_scope.cancel()
         assert len(figures["buckets"]) == 21
         assert turns > 20
@@ -1212,13 +1215,13 @@ async def test_an_internal_error_is_reported_to_the_client(monkeypatch: pytest.M
 
     monkeypatch.setattr(server.connections.resources, "statistics_of", fault)
     async with connected(server) as peer:
-        await peer.say()
-        await peer.hear(HelloReply)
-        await peer.say(Stats("a secret", opaque=1))
-        error = await peer.hear(Error)
+        await peer.send()
+        await peer.receive(HelloReply)
+        await peer.send(Stats("a secret", opaque=1))
+        error = await peer.receive(Error)
         assert error.status == Status.INTERNAL
         assert error.sentence == "internal error in Stats; the server's log has the cause"
-        assert await peer.hangs_up()
+        assert await peer.wait_for_end()
 
 
 async def test_a_connection_ends_without_an_error_when_its_peer_leaves() -> None:
@@ -1232,11 +1235,11 @@ async def test_a_connection_ends_without_an_error_when_its_peer_leaves() -> None
             await ours.aclose()
 
 
-async def test_broken_bytes_get_one_error_and_the_line_is_closed() -> None:
+async def test_invalid_bytes_are_answered_with_an_error_and_the_connection_is_closed() -> None:
     async with connected(make_server()) as peer:
         await peer.stream.send_all(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
-        await peer.hangs_up()
-        (error,) = peer.heard
+        await peer.wait_for_end()
+        (error,) = peer.received
         assert isinstance(error, Error)
         assert error.status == Status.BAD_MAGIC
         assert error.advice
@@ -1247,10 +1250,10 @@ async def test_a_shutdown_ends_every_stream_and_connection_with_the_reason() -> 
     async with connected(server) as peer:
         await peer.open()
         await peer.ask()
-        await peer.say(Go())
-        await peer.hear(CycleEnd)
+        await peer.send(Go())
+        await peer.receive(CycleEnd)
         for _ in server.connections.shut_down():
             pass
-        assert (await peer.hear(StreamEnd)).status == Status.SHUTTING_DOWN
-        assert (await peer.hear(Error)).status == Status.SHUTTING_DOWN
-        assert await peer.hangs_up()
+        assert (await peer.receive(StreamEnd)).status == Status.SHUTTING_DOWN
+        assert (await peer.receive(Error)).status == Status.SHUTTING_DOWN
+        assert await peer.wait_for_end()

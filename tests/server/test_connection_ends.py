@@ -1,4 +1,5 @@
-"""Connections whose peers have gone are ended some in each turn of the loop."""
+"""When many peers leave at once, the server ends only some of their connections in each turn of the
+event loop."""
 
 from __future__ import annotations
 
@@ -33,7 +34,7 @@ async def test_thousands_that_leave_together_are_ended_some_in_each_turn() -> No
     async with trio.open_nursery() as nursery:
         nursery.start_soon(ends.run)
 
-        async def converse(number: int) -> None:
+        async def stay_connected(number: int) -> None:
             with trio.CancelScope() as scope:
                 await trio.lowlevel.checkpoint()
                 ends.add(scope)
@@ -42,7 +43,7 @@ async def test_thousands_that_leave_together_are_ended_some_in_each_turn() -> No
 
         async with trio.open_nursery() as connections:
             for number in range(COUNT):
-                connections.start_soon(converse, number)
+                connections.start_soon(stay_connected, number)
         nursery.cancel_scope.cancel()
     assert sorted(turns) == list(range(COUNT))
     assert max(Counter(turns.values()).values()) == ENDS_MAX
@@ -70,12 +71,12 @@ async def test_connections_end_at_once_while_the_task_that_ends_them_does_not_ru
 CROWD: Final = 100
 
 
-class Happenings(trio.abc.Instrument):
-    """What happens to the connections of a server, and how often in the same turn of the loop.
+class EventsPerTurn(trio.abc.Instrument):
+    """Counts events at the connections of a server, in total and in each turn of the event loop.
 
     Attributes:
-        total: How often each happened.
-        most: How often each happened in one turn at most.
+        total: How often each event happened.
+        most: The most often that each event happened in one turn.
     """
 
     def __init__(self) -> None:
@@ -83,34 +84,34 @@ class Happenings(trio.abc.Instrument):
         self.most = Counter[str]()
         self._in_turn = Counter[str]()
 
-    def note(self, happening: str) -> None:
-        """It happens."""
-        self.total[happening] += 1
-        self._in_turn[happening] += 1
-        self.most[happening] = max(self.most[happening], self._in_turn[happening])
+    def note(self, event: str) -> None:
+        """Counts an event."""
+        self.total[event] += 1
+        self._in_turn[event] += 1
+        self.most[event] = max(self.most[event], self._in_turn[event])
 
     def before_io_wait(self, timeout: float) -> None:
-        """A turn ends."""
+        """A turn of the event loop ends."""
         self._in_turn.clear()
 
 
-class NotedStream(trio.abc.HalfCloseableStream):
-    """A server's stream that notes its last word and its end.
+class RecordingStream(trio.abc.HalfCloseableStream):
+    """A server's stream that counts its `send_eof` and its close.
 
     Args:
         stream: The stream.
-        happenings: Where these are noted.
-        make_error: Makes what is raised when the peer ends the connection; None for its end.
+        events: Counts them.
+        make_error: Makes the error to raise when the peer ends the connection; None for none.
     """
 
     def __init__(
         self,
         stream: trio.abc.HalfCloseableStream,
-        happenings: Happenings,
+        events: EventsPerTurn,
         make_error: Callable[[], Exception] | None,
     ) -> None:
         self._stream = stream
-        self._happenings = happenings
+        self._events = events
         self._make_error = make_error
 
     async def receive_some(self, max_bytes: int | None = None) -> bytes | bytearray:
@@ -126,11 +127,11 @@ class NotedStream(trio.abc.HalfCloseableStream):
         await self._stream.wait_send_all_might_not_block()
 
     async def send_eof(self) -> None:
-        self._happenings.note("last word")
+        self._events.note("send_eof")
         await self._stream.send_eof()
 
     async def aclose(self) -> None:
-        self._happenings.note("end")
+        self._events.note("close")
         await self._stream.aclose()
 
 
@@ -139,12 +140,12 @@ async def crowd(
     *,
     make_error: Callable[[], Exception] | None = None,
     idle_interval_s: int = IDLE_INTERVAL_S_DEFAULT,
-) -> AsyncIterator[tuple[Sequence[Peer], Happenings]]:
-    """Peers of a server that ends some connections in each turn, and what happens to them."""
-    server, happenings = make_server(connections_max=CROWD), Happenings()
+) -> AsyncIterator[tuple[Sequence[Peer], EventsPerTurn]]:
+    """The peers of a server that ends some connections in each turn, and the counted events."""
+    server, events = make_server(connections_max=CROWD), EventsPerTurn()
     resources = server.connections.resources
     resources.turn_timer.start()
-    trio.lowlevel.add_instrument(happenings)
+    trio.lowlevel.add_instrument(events)
     async with AsyncExitStack() as stack:
         nursery = await stack.enter_async_context(trio.open_nursery())
         nursery.start_soon(resources.connection_ends.run)
@@ -152,19 +153,19 @@ async def crowd(
         peers = []
         for _ in range(CROWD):
             own_end, peer_end = trio.testing.memory_stream_pair()
-            pair = own_end, NotedStream(peer_end, happenings, make_error)
+            pair = own_end, RecordingStream(peer_end, events, make_error)
             peers.append(
                 await stack.enter_async_context(
                     connected(server, pair, idle_interval_s=idle_interval_s)
                 )
             )
-        yield peers, happenings
-        trio.lowlevel.remove_instrument(happenings)
+        yield peers, events
+        trio.lowlevel.remove_instrument(events)
         nursery.cancel_scope.cancel()
 
 
 def leave_together(peers: Sequence[Peer]) -> None:
-    """They end their connections in one step."""
+    """Closes the connections of all peers in one step."""
     for peer in peers:
         assert isinstance(peer.stream, trio.StapledStream)
         peer.stream.send_stream.close()
@@ -173,48 +174,48 @@ def leave_together(peers: Sequence[Peer]) -> None:
 async def test_handshakes_that_time_out_together_end_some_in_each_turn(
     autojump_clock: MockClock,
 ) -> None:
-    """The peers hang up, too, as soon as they have heard so: in the same turn in the end."""
-    async with crowd() as (peers, happenings):
+    """Then the peers close their connections, too, all in the same turn."""
+    async with crowd() as (peers, events):
         await trio.sleep(HANDSHAKE_TIMEOUT_S + 0.1)
-        assert 0 < happenings.most["last word"] <= ENDS_MAX
-        assert not happenings.most["end"]
+        assert 0 < events.most["send_eof"] <= ENDS_MAX
+        assert not events.most["close"]
         for peer in peers:
-            await peer.hangs_up()
-            (error,) = peer.heard
+            await peer.wait_for_end()
+            (error,) = peer.received
             assert isinstance(error, Error)
             assert error.status == Status.IDLE
         leave_together(peers)
         await trio.sleep(0.1)
-        assert 0 < happenings.most["end"] <= 2 * TURN_CONNECTIONS
+        assert 0 < events.most["close"] <= 2 * TURN_CONNECTIONS
 
 
 async def test_keep_alives_that_are_due_together_are_sent_some_in_each_turn(
     autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async with crowd(idle_interval_s=1) as (peers, happenings):
+    async with crowd(idle_interval_s=1) as (peers, events):
         tick = ServerSession.tick
 
-        def noted_tick(session: ServerSession, now: float) -> bool:
-            happenings.note("look")
+        def tick_and_count(session: ServerSession, now: float) -> bool:
+            events.note("look")
             return tick(session, now)
 
-        monkeypatch.setattr(ServerSession, "tick", noted_tick)
+        monkeypatch.setattr(ServerSession, "tick", tick_and_count)
         for peer in peers:
             await peer.open()
         began_at = trio.current_time()
         await trio.sleep_until(began_at + 1.5)
-        assert happenings.total["look"] == CROWD
-        assert happenings.most["look"] <= 2 * TURN_CONNECTIONS
+        assert events.total["look"] == CROWD
+        assert events.most["look"] <= 2 * TURN_CONNECTIONS
         for peer in peers:
-            await peer.hear(Noop)
+            await peer.receive(Noop)
         assert trio.current_time() == pytest.approx(began_at + 1.5)
 
 
-class NotedLines:
-    """What stands in the log's place, and notes each line."""
+class CountingLog:
+    """Replaces the log, and counts each line by its event."""
 
-    def __init__(self, happenings: Happenings) -> None:
-        self.info = self.warning = lambda event, **_: happenings.note(event)
+    def __init__(self, events: EventsPerTurn) -> None:
+        self.info = self.warning = lambda event, **_: events.note(event)
 
 
 @pytest.mark.parametrize(
@@ -231,23 +232,23 @@ async def test_connections_that_peers_leave_together_end_some_in_each_turn(
     make_error: Callable[[], Exception] | None,
     line: str,
 ) -> None:
-    """That a connection broke is logged once for each, when its turn to end has come."""
-    async with crowd(make_error=make_error) as (peers, happenings):
-        monkeypatch.setattr(connection, "log", NotedLines(happenings))
+    """Each broken connection is logged once, in the turn in which it ends."""
+    async with crowd(make_error=make_error) as (peers, events):
+        monkeypatch.setattr(connection, "log", CountingLog(events))
         for peer in peers:
             await peer.open()
         leave_together(peers)
         await trio.sleep(0.1)
-        assert 0 < happenings.most["end"] <= ENDS_MAX
-        assert happenings.total[line] == bool(line) * CROWD
-        assert happenings.most[line] <= ENDS_MAX
+        assert 0 < events.most["close"] <= ENDS_MAX
+        assert events.total[line] == bool(line) * CROWD
+        assert events.most[line] <= ENDS_MAX
 
 
 class StepsOnceClosed(trio.abc.Instrument):
-    """The steps of a connection that end with its socket closed.
+    """Counts the steps of a connection at whose end its socket is closed.
 
     Attributes:
-        count: How many there were.
+        count: How many there were so far.
     """
 
     def __init__(self, socket: trio.socket.SocketType) -> None:
@@ -255,13 +256,14 @@ class StepsOnceClosed(trio.abc.Instrument):
         self._socket = socket
 
     def after_task_step(self, task: trio.lowlevel.Task) -> None:
-        """A step ends."""
+        """A step of a task ends."""
         if task.name.endswith("AcceptedConnection.run") and self._socket.fileno() < 0:
             self.count += 1
 
 
 async def test_the_step_that_closes_a_socket_is_the_last_of_its_connection() -> None:
-    """To end thousands takes steps of each, in which others wait."""
+    """Otherwise, when thousands of connections end, each would need more steps, and other tasks
+    would wait."""
     server = make_server()
     own_end, peer_end = map(trio.SocketStream, trio.socket.socketpair())
     steps = StepsOnceClosed(peer_end.socket)

@@ -80,8 +80,8 @@ async def stored(is_index_damaged: bool) -> SimulatedStore:
 
 async def statuses(peer: Peer, *keys: bytes) -> list[int | None]:
     """What a `Get` says of keys: None for one that has an item, otherwise the flags."""
-    await peer.say(Get(keys, partition=P0, opaque=peer.opaque()))
-    chunk = (await peer.hear(GetReply)).chunk
+    await peer.send(Get(keys, partition=P0, opaque=peer.opaque()))
+    chunk = (await peer.receive(GetReply)).chunk
     assert chunk.keys() == list(keys)
     return [None if row.op == Operation.SET else row.flags for row in chunk]
 
@@ -158,8 +158,8 @@ async def test_a_partition_that_is_damaged_while_it_is_served_is_refused_and_no_
             for key, partition in ((K0, P0), (K1, P1)):
                 await answer_to(peer, await send(peer, sets(key), PERSISTED, partition))
             await consumer.ask()
-            await consumer.say(Go())
-            await consumer.hear(PartitionEnd)
+            await consumer.send(Go())
+            await consumer.receive(PartitionEnd)
             store.released = trio.Event()
             log, _ = store.directory.disks[BUCKET]
             log.flip_bit(partition_key(PARTITION, 0), 60)
@@ -170,20 +170,20 @@ async def test_a_partition_that_is_damaged_while_it_is_served_is_refused_and_no_
                 run.history_id, run.last_seq, 1 << 31, PERSISTED, partition=P0,
                 opaque=waiting.opaque(),
             )  # fmt: skip
-            await waiting.say(wait)
+            await waiting.send(wait)
             refused = await send(peer, sets(NEVER), PERSISTED)
             accepted = await send(peer, sets(key_1), PERSISTED, P1)
             store.released.set()
             answers: dict[int, Status] = {}
             while len(answers) < 2:
-                answer = await peer.hear(Message)
+                answer = await peer.receive(Message)
                 if isinstance(answer, MutateReply | Refusal):
                     answers[answer.opaque] = status_of(answer)
             assert answers == {refused: Status.TEMPORARY_FAILURE, accepted: Status.OK}
-            refusal = await waiting.hear(Refusal)
+            refusal = await waiting.receive(Refusal)
             assert refusal.status == Status.DAMAGED
             # Its consumers are sent away, and told why when they come back.
-            assert (await consumer.hear(StreamEnd)).status == Status.STATE_CHANGED
+            assert (await consumer.receive(StreamEnd)).status == Status.STATE_CHANGED
             assert (await consumer.ask()).status == Status.DAMAGED
             await assert_refused(peer)
             for level in (MEMORY, PERSISTED):
@@ -223,16 +223,16 @@ async def test_a_replica_receives_what_a_damaged_partition_has_in_memory_only(
             store.released.set()
             assert status_of(await answer_to(peer, refused)) is Status.TEMPORARY_FAILURE
             await assert_refused(peer)
-            await replica.say(Go())
-            message = await replica.hear(Message)
+            await replica.send(Go())
+            message = await replica.receive(Message)
             while not isinstance(message, PartitionChunk | PartitionSnapshot):
-                message = await replica.hear(Message)
+                message = await replica.receive(Message)
             assert message.chunk.keys() == [K0]
 
 
 async def assert_refused(peer: Peer) -> None:
     """The first partition is not read."""
-    await peer.say(Get((K0,), partition=P0, opaque=peer.opaque()))
-    refusal = await peer.hear(Refusal)
+    await peer.send(Get((K0,), partition=P0, opaque=peer.opaque()))
+    refusal = await peer.receive(Refusal)
     assert refusal.status == Status.DAMAGED
     assert "partition 0 is not served, because it is damaged" in refusal.sentence

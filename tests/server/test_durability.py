@@ -111,7 +111,7 @@ async def send(
     """Sends a batch; gives the number of the request. With a counter it has a writer token."""
     opaque = peer.opaque()
     writer = WRITER if counter else bytes(16)
-    await peer.say(
+    await peer.send(
         Mutate(
             Bundle.of_one_run(partition, chunk, counter),
             durability=durability,
@@ -125,7 +125,7 @@ async def send(
 async def answer_to(peer: Peer, opaque: int) -> Message:
     """The answer to a request."""
     while True:
-        message = await peer.hear(Message)
+        message = await peer.receive(Message)
         if getattr(message, "opaque", 0) == opaque:
             return message
 
@@ -141,22 +141,22 @@ def status_of(answer: Message) -> Status:
 async def is_silent(peer: Peer) -> bool:
     """Whether the peer is answered nothing, however long it waits."""
     with trio.move_on_after(LONG_S) as patience:
-        while not isinstance(await peer.hear(Message), MutateReply | Refusal | AwaitReply):
+        while not isinstance(await peer.receive(Message), MutateReply | Refusal | AwaitReply):
             pass
     return patience.cancelled_caught
 
 
 async def value_of(peer: Peer, key: bytes, partition: PartitionId = P0) -> bytes | None:
     """What the server has."""
-    await peer.say(Get((key,), partition=partition, opaque=peer.opaque()))
-    (row,) = (await peer.hear(GetReply)).chunk
+    await peer.send(Get((key,), partition=partition, opaque=peer.opaque()))
+    (row,) = (await peer.receive(GetReply)).chunk
     return None if row.op == Operation.DELETE else row.value
 
 
 async def statistics(peer: Peer) -> dict[str, Any]:
     """The bucket's figures."""
-    await peer.say(Stats(BUCKET, opaque=peer.opaque()))
-    figures: dict[str, Any] = json.loads((await peer.hear(StatsReply)).json)
+    await peer.send(Stats(BUCKET, opaque=peer.opaque()))
+    figures: dict[str, Any] = json.loads((await peer.receive(StatsReply)).json)
     return figures
 
 
@@ -184,15 +184,15 @@ async def test_memory_is_said_before_the_commit_and_persisted_after(
         opaque = await send(peer, sets(b"b"), PERSISTED)
         assert await is_silent(peer)
         assert log_of(store).commits == commits
-        await peer.say(Seqnos(opaque=peer.opaque()))
-        assert [row[2:4] for row in (await peer.hear(SeqnosReply)).rows] == [(2, 0), (0, 0)]
+        await peer.send(Seqnos(opaque=peer.opaque()))
+        assert [row[2:4] for row in (await peer.receive(SeqnosReply)).rows] == [(2, 0), (0, 0)]
         store.released.set()
         reply = await answer_to(peer, opaque)
         assert isinstance(reply, MutateReply)
         assert (reply.runs[0].first_seq, reply.runs[0].last_seq) == (2, 2)
         assert log_of(store).commits > commits
-        await peer.say(Seqnos(opaque=peer.opaque()))
-        assert [row[2:4] for row in (await peer.hear(SeqnosReply)).rows] == [(2, 2), (0, 0)]
+        await peer.send(Seqnos(opaque=peer.opaque()))
+        assert [row[2:4] for row in (await peer.receive(SeqnosReply)).rows] == [(2, 2), (0, 0)]
 
 
 async def test_a_batch_that_fails_is_answered_when_what_made_it_fail_is_on_disk(
@@ -244,7 +244,7 @@ async def test_answers_keep_the_order_of_a_partitions_batches_and_hold_up_nothin
         assert isinstance(reply, MutateReply)
         assert reply.runs[0].first_seq == 7
         store.released.set()
-        replies = [await peer.hear(MutateReply) for _ in opaques]
+        replies = [await peer.receive(MutateReply) for _ in opaques]
         assert [reply.opaque for reply in replies] == opaques
         assert [reply.runs[0].first_seq for reply in replies] == [1, 2, 3, 4, 5, 6]
 
@@ -267,8 +267,8 @@ async def test_what_came_together_is_committed_together_and_the_figures_say_so(
         figures = (await statistics(peer))["flusher"]
         assert (figures["lag_mutations"], figures["commits"]) == (10, 0)
         began = trio.current_time()
-        assert (await peer.hear(MutateReply)).opaque == first
-        opaques = {(await peer.hear(MutateReply)).opaque for _ in later}
+        assert (await peer.receive(MutateReply)).opaque == first
+        opaques = {(await peer.receive(MutateReply)).opaque for _ in later}
         assert opaques == set(later)
         assert trio.current_time() - began == pytest.approx(0.49, abs=0.02)
         figures = (await statistics(peer))["flusher"]
@@ -290,7 +290,7 @@ async def test_what_a_task_sends_behind_a_run_that_was_refused_is_not_applied(
         bundle = Bundle.of_one_run(P0, sets(key), counter)
         copies = 1 if durability is Durability.REPLICATED else 0
         opaque = peer.opaque()
-        await peer.say(Mutate(bundle, WRITER, durability, copies, attempt, opaque=opaque))
+        await peer.send(Mutate(bundle, WRITER, durability, copies, attempt, opaque=opaque))
         return status_of(await answer_to(peer, opaque))
 
     async with serving(SimulatedStore(SimulatedDirectory())) as server, speaking(server) as peer:
@@ -318,7 +318,7 @@ async def test_a_number_is_awaited_until_it_is_on_disk(
             level: Durability, deadline_ms: int, seq: SeqNo = reply.runs[0].last_seq
         ) -> int:
             opaque = peer.opaque()
-            await peer.say(
+            await peer.send(
                 Await(
                     reply.runs[0].history_id, seq, deadline_ms, level, partition=P0, opaque=opaque
                 )
@@ -355,7 +355,7 @@ async def test_a_client_that_waits_for_very_many_numbers_is_not_read(
         (run,) = reply.runs
         opaques = [peer.opaque() for _ in range(40)]
         for opaque in opaques:
-            await peer.say(
+            await peer.send(
                 Await(
                     run.history_id, run.last_seq, 1_000_000, PERSISTED, partition=P0, opaque=opaque
                 )
@@ -364,7 +364,7 @@ async def test_a_client_that_waits_for_very_many_numbers_is_not_read(
         (connection,) = server.connections.connections
         assert len(connection.context.durability_waits) == 11
         store.released.set()
-        answers = [await peer.hear(AwaitReply) for _ in opaques]
+        answers = [await peer.receive(AwaitReply) for _ in opaques]
         assert sorted(answer.opaque for answer in answers) == opaques
         assert not connection.context.backlog.owed_bytes
 
@@ -376,9 +376,9 @@ async def test_streams_and_barriers_do_not_wait_for_the_disk(
     async with serving(store, 1) as server, speaking(server) as peer:
         await answer_to(peer, await send(peer, sets(K0, K0B), MEMORY))
         await peer.ask()
-        await peer.say(Go(), Barrier(b"all"))
-        assert (await peer.hear(PartitionChunk)).chunk.count == 2
-        assert (await peer.hear(BarrierReply)).ends == ((0, 2),)
+        await peer.send(Go(), Barrier(b"all"))
+        assert (await peer.receive(PartitionChunk)).chunk.count == 2
+        assert (await peer.receive(BarrierReply)).ends == ((0, 2),)
         assert (await statistics(peer))["flusher"]["lag_mutations"] == 2
         store.released.set()
 
@@ -410,9 +410,9 @@ async def test_a_full_disk_is_reported_and_new_room_is_noticed(
         assert await value_of(peer, TAKEN_IN) == b"v"
         assert await value_of(peer, key_in(0, 2, b"no")) is None
         await peer.ask()
-        await peer.say(Go(), Barrier(b"all"))
+        await peer.send(Go(), Barrier(b"all"))
         keys: list[bytes] = []
-        while not isinstance(message := await peer.hear(Message), BarrierReply):
+        while not isinstance(message := await peer.receive(Message), BarrierReply):
             if isinstance(message, PartitionChunk):
                 keys += message.chunk.keys()
         assert (keys, message.ends) == (
@@ -420,12 +420,12 @@ async def test_a_full_disk_is_reported_and_new_room_is_noticed(
             ((0, 3),),
         )
         # One who waits is neither refused nor answered before it is true.
-        await peer.say(Seqnos(opaque=peer.opaque()))
-        row = (await peer.hear(SeqnosReply)).rows[0]
+        await peer.send(Seqnos(opaque=peer.opaque()))
+        row = (await peer.receive(SeqnosReply)).rows[0]
         assert row[2:4] == (3, 1)
         history_id, high = HistoryId(row[1]), SeqNo(row[2])
         waiting_opaque = peer.opaque()
-        await peer.say(
+        await peer.send(
             Await(history_id, high, 1_000_000, PERSISTED, partition=P0, opaque=waiting_opaque)
         )
         assert await is_silent(peer)
@@ -622,7 +622,7 @@ async def test_after_a_write_that_failed_nothing_is_acknowledged(
 
     async def listen(peer: Peer) -> None:
         while True:
-            message = await peer.hear(Message)
+            message = await peer.receive(Message)
             if isinstance(message, MutateReply | AwaitReply | Refusal):
                 messages.append(message)
 
@@ -735,7 +735,7 @@ async def test_replies_that_wait_hold_none_of_the_rows(
         try:
             for _ in range(count):
                 while not peer.session.credit.is_open:
-                    await peer.hear(Credit)
+                    await peer.receive(Credit)
                 await send(peer, Chunk.build(rows), MEMORY)
             await trio.testing.wait_all_tasks_blocked()
             held_bytes, _ = tracemalloc.get_traced_memory()
@@ -744,7 +744,7 @@ async def test_replies_that_wait_hold_none_of_the_rows(
         assert held_bytes < count * nbytes // 4
         store.released.set()
         for _ in range(count + 1):
-            await peer.hear(MutateReply)
+            await peer.receive(MutateReply)
 
 
 # A bucket that goes.
@@ -759,15 +759,15 @@ async def test_a_bucket_deleted_while_commits_are_under_way(
             await send(peer, sets(numbered(n, n % 2)), PERSISTED, PartitionId(n % 2))
             for n in range(6)
         ]
-        await peer.say(Seqnos(opaque=peer.opaque()))
-        history_id = HistoryId((await peer.hear(SeqnosReply)).rows[0][1])
+        await peer.send(Seqnos(opaque=peer.opaque()))
+        history_id = HistoryId((await peer.receive(SeqnosReply)).rows[0][1])
         waiting_opaque = peer.opaque()
-        await peer.say(
+        await peer.send(
             Await(history_id, SeqNo(1), 20_000, PERSISTED, partition=P0, opaque=waiting_opaque)
         )
         await trio.testing.wait_all_tasks_blocked()
         await server.catalog.delete_bucket(BUCKET)
-        refusals = [await peer.hear(Refusal) for _ in (*opaques, waiting_opaque)]
+        refusals = [await peer.receive(Refusal) for _ in (*opaques, waiting_opaque)]
         assert sorted(refusal.opaque for refusal in refusals) == [*opaques, waiting_opaque]
         assert set(map(status_of, refusals)) == {Status.NO_BUCKET}
         assert store.directory.disks == {}

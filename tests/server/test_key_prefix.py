@@ -1,5 +1,5 @@
-"""Streams of the keys that begin with a prefix: they have the rows of the whole stream, without the
-others, whatever becomes of memory, disk, connections and the server."""
+"""Streams of the keys with a prefix have exactly the rows of the whole stream with that prefix,
+while memory is freed, the disk is slow, connections break and the server crashes."""
 
 from __future__ import annotations
 
@@ -43,26 +43,27 @@ from upr_server.storage.simulated import SimulatedDirectory
 
 KEYS: Final = [b"a", b"ab", b"ab1", b"ab2", b"b", b"ba", *(b"c%d" % n for n in range(9))]
 PREFIXES: Final = (b"", b"a", b"ab", b"ab1", b"c", b"zz")
-LIVES: Final = 4
+STARTS: Final = 4
 STEPS: Final = 30
 
 Written = list[tuple[bytes, bytes | None]]
 
 
 def contents(written_items: Written, prefix: bytes) -> dict[bytes, bytes]:
-    """What there is once all of this was written."""
+    """The items with a prefix after all of these writes."""
     items = {key: value for key, value in written_items if key.startswith(prefix)}
     return {key: value for key, value in items.items() if value is not None}
 
 
 class World:
-    """A server of one partition that crashes and starts again, and all that was written to it.
+    """A server of one partition that crashes and starts again, and everything that was written to
+    it.
 
     Attributes:
-        written: By history what was written in it and before it.
-        has_begun: Set once the server has been up.
-        is_over: Whether nothing will be written any more.
-        are_done: Set once all that follow have read all of it.
+        written: By history, everything that was written in it and before it.
+        has_begun: Set once the server has started.
+        is_over: Whether all writes are done.
+        are_done: Set once all consumers have read everything.
     """
 
     def __init__(self, seed: int) -> None:
@@ -91,8 +92,8 @@ class World:
         self._ends.append(CuttableStream(own_end, close))
         return self._ends[-1]
 
-    async def live(self, *, is_last: bool) -> None:
-        """The server is up, and crashes; the last time everything is on disk first."""
+    async def run_until_crash(self, *, is_last: bool) -> None:
+        """Runs the server until it crashes. The last time, everything is on disk before that."""
         before = next(reversed(self.written.values()))
         store = HeldStore(self._directory)
         store.released.set()
@@ -113,11 +114,12 @@ class World:
                     store.released.set()
                     await disk.flusher.wait_until_persisted(partition, partition.high_seq)
                     self.is_over = True
-                    self.cut()  # whoever has read it all hears so once more
+                    # Consumers connect again, and receive an end even if they have read everything.
+                    self.cut()
                     await self.are_done.wait()
                 partition.manager.check_invariants()
-                # What is not on disk yet is lost.
-                _hold(store)
+                # Changes that are not on disk are lost.
+                _hold_commits(store)
                 self._server = None
                 self.cut()
                 scope.cancel()
@@ -136,7 +138,7 @@ class World:
         if choice < 0.6:
             await self._write(store, server, self.random.randint(1, 40))
         elif choice < 0.7:
-            _hold(store)
+            _hold_commits(store)
         elif choice < 0.8:
             store.released.set()
             await disk.flusher.wait_until_persisted(partition, partition.high_seq)
@@ -167,20 +169,21 @@ class World:
     _current: Written
 
 
-def _hold(store: HeldStore) -> None:
-    """Commits wait from now on."""
+def _hold_commits(store: HeldStore) -> None:
+    """From now on commits wait."""
     if store.released.is_set():
         store.released = trio.Event()
 
 
 async def _release_later(store: HeldStore) -> None:
-    """Reading a key from disk may wait for maintenance, and that for a commit."""
+    """Releases commits after a while: reading a key from disk may wait for maintenance, which may
+    wait for a commit."""
     await trio.sleep(5)
     store.released.set()
 
 
 async def follow(world: World, prefix: bytes) -> None:
-    """Follows the keys with a prefix, and compares them with the model at each snapshot's end."""
+    """Reads the stream of a prefix, and compares the copy with the model at each snapshot's end."""
     mirror, history, end = Mirror(), 0, 0
     await world.has_begun.wait()
     async with consume(
@@ -207,7 +210,7 @@ async def follow(world: World, prefix: bytes) -> None:
 
 
 async def follow_all(world: World) -> None:
-    """Follows each of the prefixes."""
+    """Reads the streams of all prefixes."""
     async with trio.open_nursery() as nursery:
         for prefix in PREFIXES:
             nursery.start_soon(follow, world, prefix)
@@ -221,8 +224,8 @@ async def test_a_stream_has_the_rows_with_its_prefix_and_no_other(
     world = World(seed)
     async with trio.open_nursery() as nursery:
         nursery.start_soon(follow_all, world)
-        for life in range(LIVES):
-            await world.live(is_last=life == LIVES - 1)
+        for number in range(STARTS):
+            await world.run_until_crash(is_last=number == STARTS - 1)
 
 
 def _items(prefix: bytes, count: int, size: int = 1000) -> Chunk:
@@ -232,7 +235,7 @@ def _items(prefix: bytes, count: int, size: int = 1000) -> Chunk:
 
 
 async def _open_stream(peer: Peer, key_prefix: bytes, *, with_answers: bool = False) -> StreamReply:
-    await peer.say(
+    await peer.send(
         Stream(
             PartitionState.ACTIVE,
             NOTHING_YET,
@@ -242,13 +245,14 @@ async def _open_stream(peer: Peer, key_prefix: bytes, *, with_answers: bool = Fa
             opaque=peer.opaque(),
         )
     )
-    return await peer.hear(StreamReply)
+    return await peer.receive(StreamReply)
 
 
 async def test_what_is_left_out_is_counted_and_takes_nothing_of_the_window(
     autojump_clock: trio.testing.MockClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In steps: what is read and not sent takes time, too."""
+    """Rows without the prefix are read in steps, because reading takes time even if they are not
+    sent."""
     left_out, costs = [], []
     step = streamer.Streamer.step
 
@@ -265,28 +269,28 @@ async def test_what_is_left_out_is_counted_and_takes_nothing_of_the_window(
             await peer.mutate(chunk)
         await peer.mutate(_items(b"user ", 3, size=10))
         assert (await _open_stream(peer, b"user ")).status == Status.OK
-        await peer.say(Go())
+        await peer.send(Go())
         keys: list[bytes] = []
         while len(keys) < 3:
-            keys += (await peer.hear(PartitionChunk)).chunk.keys()
-        end = await peer.hear(PartitionEnd)
+            keys += (await peer.receive(PartitionChunk)).chunk.keys()
+        end = await peer.receive(PartitionEnd)
         assert keys == [b"user 0", b"user 1", b"user 2"]
         assert end.end == 4003
-        await peer.say(Stats("b", opaque=peer.opaque()))
-        figures = msgspec.json.decode((await peer.hear(StatsReply)).json)["left_out"]
+        await peer.send(Stats("b", opaque=peer.opaque()))
+        figures = msgspec.json.decode((await peer.receive(StatsReply)).json)["left_out"]
         assert figures == {"rows": 4000, "bytes": sum(left_out)}
         assert figures["bytes"] > 4000 * 1000
         assert peer.session.window.used_bytes < 3000
         assert max(left_out) < streamer.BATCH_BYTES + others[0].nbytes
-        # What was read for each item counts, too, where a step ends before all was read.
+        # The cost of a step includes rows that it read without sending them, also if it ends early.
         assert all(cost >= nbytes for cost, nbytes in zip(costs, left_out, strict=True))
         assert max(costs) >= streamer.BATCH_BYTES
-        # A change of another key is told as a snapshot of no row.
+        # A change of another key is sent as a snapshot without rows.
         await peer.mutate(_items(b"other ", 1))
-        snapshot = await peer.hear(PartitionSnapshot)
+        snapshot = await peer.receive(PartitionSnapshot)
         assert (snapshot.chunk.count, snapshot.chunk.end) == (0, 4004)
         await peer.mutate(_items(b"user ", 1))
-        snapshot = await peer.hear(PartitionSnapshot)
+        snapshot = await peer.receive(PartitionSnapshot)
         assert snapshot.chunk.keys() == [b"user 0"]
 
 

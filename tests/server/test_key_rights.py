@@ -145,10 +145,10 @@ async def written(peer: Peer, operation: Operation, *keys: bytes) -> bool:
     if operation in (Operation.INCREMENT, Operation.DECREMENT):
         value = CounterDelta(1, 0, True).encode()
     chunk = Chunk.build([Mutation(operation, key, value) for key in keys])
-    await peer.say(Mutate(Bundle.of_one_run(P0, chunk), opaque=peer.opaque()))
-    answer = await peer.hear(Message)
+    await peer.send(Mutate(Bundle.of_one_run(P0, chunk), opaque=peer.opaque()))
+    answer = await peer.receive(Message)
     while not isinstance(answer, Refusal | MutateReply):
-        answer = await peer.hear(Message)
+        answer = await peer.receive(Message)
     if isinstance(answer, Refusal):
         assert answer.status == Status.NOT_ALLOWED
     return isinstance(answer, MutateReply)
@@ -175,10 +175,10 @@ async def test_single_sets_that_come_together_are_looked_at() -> None:
         await peer.open()
         keys = (b"a/1", b"b", b"a/2", b"_design/a", b"a/3")
         requests = [Mutate(Bundle.of_one_run(P0, sets(key)), opaque=peer.opaque()) for key in keys]
-        await peer.say(*requests)
+        await peer.send(*requests)
         answers: dict[int, bool] = {}
         while len(answers) < len(requests):
-            answer = await peer.hear(Message)
+            answer = await peer.receive(Message)
             if isinstance(answer, Refusal | MutateReply):
                 answers[answer.opaque] = isinstance(answer, MutateReply)
         assert [answers[request.opaque] for request in requests] == [
@@ -191,16 +191,16 @@ async def test_a_reader_of_some_keys_reads_those_and_nothing_else() -> None:
     async with logged_in(READ_A, Grant(Right.WRITE, "b"), Grant(Right.INDEX, "b")) as (_, peer):
         await peer.open()
         assert await written(peer, Operation.SET, *INSIDE, *OUTSIDE)
-        await peer.say(Get(INSIDE, partition=P0, opaque=peer.opaque()))
-        chunk = (await peer.hear(GetReply)).chunk
+        await peer.send(Get(INSIDE, partition=P0, opaque=peer.opaque()))
+        chunk = (await peer.receive(GetReply)).chunk
         assert [chunk.mutation(row).value for row in range(len(INSIDE))] == [b"1"] * len(INSIDE)
         many = tuple(b"a/%d" % number for number in range(GET_REPLY_KEYS_MAX))
         for keys in (*((key,) for key in OUTSIDE), (b"",), (*INSIDE, b"b/1"), (*many, b"b/1")):
-            await peer.say(Get(keys, partition=P0, opaque=peer.opaque()))
-            assert (await peer.hear(Refusal)).status == Status.NOT_ALLOWED
+            await peer.send(Get(keys, partition=P0, opaque=peer.opaque()))
+            assert (await peer.receive(Refusal)).status == Status.NOT_ALLOWED
         lease = Lease(LeaseAction.ACQUIRE, 0, 1, "o", (), opaque=peer.opaque())
-        await peer.say(lease)
-        assert (await peer.hear(Refusal)).status == Status.NOT_ALLOWED
+        await peer.send(lease)
+        assert (await peer.receive(Refusal)).status == Status.NOT_ALLOWED
         for with_answers in (False, True):
             reply = await peer.ask(with_answers=with_answers)
             assert reply.status == Status.NOT_ALLOWED
@@ -261,8 +261,8 @@ def batch(peer: Peer, counter: int, *keys: bytes, attempt: int = 0, joined: bool
 
 
 async def result_of(peer: Peer, request: Mutate) -> MutateReply:
-    await peer.say(request)
-    return await peer.hear(MutateReply)
+    await peer.send(request)
+    return await peer.receive(MutateReply)
 
 
 @pytest.mark.parametrize("joined", [False, True])
@@ -274,8 +274,8 @@ async def test_a_user_does_not_speak_as_the_writer_of_another_user(joined: bool)
     server = make_server()
     async with connected(server) as peer, connected(server) as second_peer:
         for one_peer in (peer, second_peer):
-            await one_peer.say()
-            one_peer.heard.append(await one_peer.hear(HelloReply))
+            await one_peer.send()
+            one_peer.received.append(await one_peer.receive(HelloReply))
         users = (ADMIN, User("bob", None, rights), User("eve", None, (WRITE_A,)))
         for connection, user in zip(server.connections.connections, users[1:], strict=True):
             connection.context.access.user_name = user.name
@@ -306,10 +306,10 @@ async def test_what_a_task_sends_behind_a_run_that_is_not_allowed_is_not_applied
         # The last two as a client sends again what was refused for a reason that may pass.
         keys = {1: b"a/1", 2: b"b/1", 3: b"a/1", 4: b"a/1"}
         for counter, key in [*keys.items(), (3, b"a/1"), (4, b"a/1")]:
-            await peer.say(batch(peer, counter, key, attempt=1, joined=True))
-            answer = await peer.hear(Message)
+            await peer.send(batch(peer, counter, key, attempt=1, joined=True))
+            answer = await peer.receive(Message)
             while not isinstance(answer, Refusal | MutateReply):
-                answer = await peer.hear(Message)
+                answer = await peer.receive(Message)
             statuses.append(answer.status)
         refused = Status.TEMPORARY_FAILURE
         assert statuses == [Status.OK, Status.NOT_ALLOWED, *[refused] * 4]
@@ -324,8 +324,8 @@ async def test_single_sets_and_bundles_are_of_one_writer() -> None:
     rights = (Grant(Right.WRITE, "b"), Grant(Right.INDEX, "b"))
     async with logged_in(*rights) as (server, peer):
         await peer.open()
-        await peer.say(*(batch(peer, counter, b"k", joined=True) for counter in (1, 2, 3)))
-        answers = [await peer.hear(MutateReply) for _ in range(3)]
+        await peer.send(*(batch(peer, counter, b"k", joined=True) for counter in (1, 2, 3)))
+        answers = [await peer.receive(MutateReply) for _ in range(3)]
         # The same batches, one of them in a frame that is not joined with others.
         for counter, answer in ((3, answers[2]), (3, answers[2])):
             again = await result_of(peer, batch(peer, counter, b"k", b"k", joined=True))
@@ -339,25 +339,25 @@ async def test_a_right_on_some_keys_that_is_taken_away() -> None:
         assert await written(peer, Operation.SET, b"a/1")
         await revoke(server, WRITE_A)
         assert not await written(peer, Operation.SET, b"a/1")
-        await peer.say(Get((b"a/1",), partition=P0, opaque=peer.opaque()))
-        await peer.hear(GetReply)
+        await peer.send(Get((b"a/1",), partition=P0, opaque=peer.opaque()))
+        await peer.receive(GetReply)
         await revoke(server, READ_A)
-        await peer.say(Get((b"a/1",), partition=P0, opaque=peer.opaque()))
-        assert (await peer.hear(Refusal)).status == Status.NOT_ALLOWED
+        await peer.send(Get((b"a/1",), partition=P0, opaque=peer.opaque()))
+        assert (await peer.receive(Refusal)).status == Status.NOT_ALLOWED
 
 
 async def streaming(peer: Peer) -> None:
     await peer.open()
     await peer.mutate(sets(b"k"))
     assert not (await peer.ask()).status
-    await peer.say(Go())
-    await peer.hear(PartitionStart)
+    await peer.send(Go())
+    await peer.receive(PartitionStart)
 
 
 async def ends(peer: Peer) -> None:
     """The stream ends within a second, with the reason."""
     began = trio.current_time()
-    assert (await peer.hear(StreamEnd)).status == Status.RIGHT_REVOKED
+    assert (await peer.receive(StreamEnd)).status == Status.RIGHT_REVOKED
     assert trio.current_time() - began < 1
 
 
@@ -381,7 +381,7 @@ async def test_taking_a_right_from_a_role_ends_the_streams_that_lived_by_it(how:
         await server.users.apply_change(lambda users: users.assigning(USER, ("others",)))
         await server.users.apply_change(lambda users: users.without_role("others"))
         assert not (await peer.mutate(sets(b"k2"))).status
-        assert not any(isinstance(message, StreamEnd) for message in peer.heard)
+        assert not any(isinstance(message, StreamEnd) for message in peer.received)
         if how == "revoke":
             await server.users.apply_change(
                 lambda users: users.revoking_from_role("editors", grants[:1])

@@ -45,7 +45,7 @@ async def cold_items() -> AsyncIterator[tuple[Server, list[bytes]]]:
 async def ask(peer: Peer, keys: list[bytes]) -> None:
     for index, key in enumerate(keys):
         peer.session.send(Get((key,), partition=PartitionId(index), opaque=peer.opaque()))
-    await peer.say()
+    await peer.send()
 
 
 async def test_a_peer_that_reads_no_answers_has_one_large_item_prepared() -> None:
@@ -70,7 +70,7 @@ async def test_large_items_of_all_partitions_are_answered() -> None:
     async with cold_items() as (server, keys), speaking(server) as peer:
         (connection,) = server.connections.connections
         await ask(peer, keys)
-        replies = [await peer.hear(GetReply) for _ in keys]
+        replies = [await peer.receive(GetReply) for _ in keys]
         assert sorted(reply.partition for reply in replies) == list(range(PARTITIONS))
         assert all(next(iter(reply.chunk)).value == VALUE for reply in replies)
         await trio.testing.wait_all_tasks_blocked()

@@ -38,7 +38,7 @@ def increments(key: bytes, count: int) -> Chunk:
 async def wait_for_credit(peer: Peer) -> None:
     """Waits until the peer may publish. Nothing else is answered meanwhile."""
     while peer.session.credit.remaining_bytes <= 0:
-        await peer.hear(Credit)
+        await peer.receive(Credit)
 
 
 async def publish(peer: Peer, count: int, durability: Durability) -> int:
@@ -112,7 +112,7 @@ async def test_owed_replies_take_about_what_is_counted(run_count: int) -> None:
         held_bytes = list[int]()
         for _ in range(1 + bundle_count):
             await wait_for_credit(peer)
-            await peer.say(Mutate(bundle, durability=Durability.PERSISTED, opaque=peer.opaque()))
+            await peer.send(Mutate(bundle, durability=Durability.PERSISTED, opaque=peer.opaque()))
             await trio.testing.wait_all_tasks_blocked()
             if not held_bytes:
                 tracemalloc.start()

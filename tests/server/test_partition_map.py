@@ -48,9 +48,9 @@ async def test_the_longest_map_that_a_server_takes_can_be_asked_for() -> None:
         await server.catalog.create_bucket("c", PARTITIONS_MAX, server.catalog.quota_bytes_default)
         await peer.open("c")
         document = longest_document(SetMap.body_bytes_max - 12)
-        await peer.say(SetMap(0, document, opaque=peer.opaque()))
-        reply = await peer.hear(MapReply)
+        await peer.send(SetMap(0, document, opaque=peer.opaque()))
+        reply = await peer.receive(MapReply)
         assert PartitionMap.decode(reply.document) == PartitionMap.decode(document)
         assert len(reply.document) > len(document)
-        await peer.say(GetMap("c", opaque=peer.opaque()))
-        assert (await peer.hear(MapReply)).document == reply.document
+        await peer.send(GetMap("c", opaque=peer.opaque()))
+        assert (await peer.receive(MapReply)).document == reply.document

@@ -89,7 +89,7 @@ def connection_of(server: Server, before: set[AcceptedConnection]) -> AcceptedCo
 async def ask(peer: Peer, count: int) -> None:
     for _ in range(count):
         peer.session.send(Get((COLD,), partition=P0, opaque=peer.opaque()))
-    await peer.say()
+    await peer.send()
 
 
 async def test_a_connection_with_many_queued_requests_is_not_read(
@@ -104,7 +104,7 @@ async def test_a_connection_with_many_queued_requests_is_not_read(
         assert connection.context.backlog.queued_requests == QUEUED_REQUESTS_MAX
         store.released.set()
         for _ in range(count):
-            await peer.hear(GetReply)
+            await peer.receive(GetReply)
         backlog = connection.context.backlog
         assert backlog.queued_requests == backlog.queued_bytes == 0
 
@@ -121,7 +121,7 @@ async def test_a_connection_with_many_queued_bytes_is_not_read(
         with trio.move_on_after(1):
             for _ in range(100):
                 while not peer.session.credit.is_open:
-                    await peer.hear(Credit)
+                    await peer.receive(Credit)
                 opaques.append(await send(peer, batch, MEMORY))
         assert len(opaques) < 50
         assert (
@@ -155,7 +155,7 @@ async def test_a_peer_that_reads_no_answers_has_few_prepared_and_delays_no_other
             for _ in range(3):
                 await ask(good, 1)
                 with trio.fail_after(1):
-                    await good.hear(GetReply)
+                    await good.receive(GetReply)
             # It holds nothing back in memory either.
             assert not disk.bucket.partitions[0].eviction.pin_count
 
@@ -177,7 +177,7 @@ async def test_nothing_is_read_from_disk_for_a_closed_connection(
         assert not disk.bucket.partitions[0].eviction.pin_count
         async with speaking(server) as peer:
             await ask(peer, 1)
-            await peer.hear(GetReply)
+            await peer.receive(GetReply)
 
 
 class SlowFinds(SimulatedStore):
@@ -204,7 +204,7 @@ async def test_connections_take_turns(
         opaque = await send(few, sets(b"hot"), MEMORY)
         assert isinstance(await answer_to(few, opaque), MutateReply)
         await ask(few, 1)
-        await few.hear(GetReply)
+        await few.receive(GetReply)
         assert trio.current_time() - began < 5 * FETCH_S
 
 
@@ -221,11 +221,11 @@ async def test_a_connection_whose_request_is_queued_is_not_taken_for_silent(
         messages: list[Message] = []
         with trio.move_on_after(5):
             while True:
-                messages.append(await peer.hear(Message))
+                messages.append(await peer.receive(Message))
         assert [type(message) for message in messages] == [Noop] * 4
         store.released.set()
         for _ in range(2 * QUEUED_REQUESTS_MAX):
-            await peer.hear(GetReply)
+            await peer.receive(GetReply)
 
 
 class SlowLeases(SimulatedStore):
@@ -248,11 +248,11 @@ async def test_lease_requests_of_a_connection_are_answered_one_at_a_time(
         speaking(server) as few,
     ):
         acquire = Lease(LeaseAction.ACQUIRE, 0, 60, "x", ((0, 0, 1),), opaque=many.opaque())
-        await many.say(acquire)
-        lease_id = (await many.hear(LeaseReply)).lease_id
+        await many.send(acquire)
+        lease_id = (await many.receive(LeaseReply)).lease_id
         for _ in range(1000):
             many.session.send(Lease(LeaseAction.RENEW, lease_id, 60, "", (), opaque=many.opaque()))
-        await many.say()
+        await many.send()
         await trio.lowlevel.checkpoint()
         began = trio.current_time()
         opaque = await send(few, sets(b"k"), PERSISTED)
@@ -275,9 +275,9 @@ async def test_a_connection_with_many_requests_that_are_answered_in_order_is_not
                 peer.session.send(acquire)
             most, most_bytes = 0, 0
             async with trio.open_nursery() as nursery:
-                nursery.start_soon(peer.say)
+                nursery.start_soon(peer.send)
                 for _ in range(60):
-                    await peer.hear(LeaseReply)
+                    await peer.receive(LeaseReply)
                     backlog = connection.context.backlog
                     most = max(most, backlog.queued_requests)
                     most_bytes = max(most_bytes, backlog.queued_bytes)
@@ -357,7 +357,7 @@ async def test_what_was_read_from_disk_does_not_count_once_the_node_was_a_replic
         await replicate(disk, Mutation(Operation.SET, COLD, b"7"))
         store.released.set()
         assert status_of(await answer_to(peer, opaque)) is Status.OK
-        (row,) = (await peer.hear(GetReply)).chunk
+        (row,) = (await peer.receive(GetReply)).chunk
         assert row.value == b"8"
         assert not partition.eviction.pin_count
 
@@ -405,7 +405,7 @@ async def test_items_expire_again_when_the_request_that_held_them_is_done(
         assert not partition.may_expire(now)
         assert not partition.expire(now)
         store.released.set()
-        await peer.hear(GetReply)
+        await peer.receive(GetReply)
         await trio.testing.wait_all_tasks_blocked()
         assert partition.may_expire(now)
         assert partition.expire(now) == 1
@@ -436,7 +436,7 @@ async def test_a_request_that_waits_for_the_disk_needs_its_right_then(
         )
         store.released.set()
         status = Status.NOT_ALLOWED if are_revoked else Status.OK
-        assert status_of(await peer.hear(Refusal if are_revoked else GetReply)) == status
+        assert status_of(await peer.receive(Refusal if are_revoked else GetReply)) == status
         for opaque in opaques:
             assert status_of(await answer_to(peer, opaque)) == status
         assert disk.bucket.partitions[0].high_seq == (1 if are_revoked else 3)

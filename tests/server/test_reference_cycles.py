@@ -74,8 +74,8 @@ async def converse(peer: Peer) -> None:
     """Opens the bucket, writes, reads, and streams all of it."""
     await peer.open()
     await peer.mutate(sets(KEY))
-    await peer.say(Get((KEY,), partition=PartitionId(0), opaque=peer.opaque()))
-    await peer.hear(GetReply)
+    await peer.send(Get((KEY,), partition=PartitionId(0), opaque=peer.opaque()))
+    await peer.receive(GetReply)
     for partition in range(PARTITIONS):
         request = Stream(
             PartitionState.ACTIVE,
@@ -83,10 +83,10 @@ async def converse(peer: Peer) -> None:
             partition=PartitionId(partition),
             opaque=peer.opaque(),
         )
-        await peer.say(request)
-        await peer.hear(StreamReply)
-    await peer.say(Go(), Barrier(b"all of it"))
-    await peer.hear(BarrierReply)
+        await peer.send(request)
+        await peer.receive(StreamReply)
+    await peer.send(Go(), Barrier(b"all of it"))
+    await peer.receive(BarrierReply)
 
 
 async def end(peer: Peer, how: str) -> None:
@@ -147,12 +147,12 @@ async def _fail_to_log_in(server: Server) -> None:
     async with trio.open_nursery() as nursery:
         nursery.start_soon(server.connections.serve, peer_end)
         peer, client = Peer(own_end), ScramClient("bob", "a wrong password", "nonce")
-        await peer.say()
-        await peer.hear(HelloReply)
-        await peer.say(StartLogIn(SCRAM, client.client_first()))
-        challenge = await peer.hear(LogInChallenge)
-        await peer.say(ContinueLogIn(client.client_final(challenge.data)))
-        assert (await peer.hear(Error)).status == Status.LOG_IN_FAILED
+        await peer.send()
+        await peer.receive(HelloReply)
+        await peer.send(StartLogIn(SCRAM, client.client_first()))
+        challenge = await peer.receive(LogInChallenge)
+        await peer.send(ContinueLogIn(client.client_final(challenge.data)))
+        assert (await peer.receive(Error)).status == Status.LOG_IN_FAILED
         await own_end.aclose()
 
 
@@ -178,20 +178,20 @@ async def test_nothing_of_a_stream_is_left_when_it_ends_before_its_connection(
             request = Stream(
                 PartitionState.ACTIVE, NOTHING_YET, partition=partition.id, opaque=peer.opaque()
             )
-            await peer.say(Go())
+            await peer.send(Go())
             await trio.testing.wait_all_tasks_blocked()
             # What the connection itself has left is none of the stream's.
             with no_collections():
-                await peer.say(request)
-                await peer.hear(StreamReply)
+                await peer.send(request)
+                await peer.receive(StreamReply)
                 while is_on_disk and not server.catalog.disks[bucket].backfills:
                     await trio.lowlevel.checkpoint()
                 if status is Status.STATE_CHANGED:
                     for _ in server.end_streams(bucket, {partition.id}, status):
                         pass
                 else:
-                    await peer.say(CloseStream(partition=partition.id, opaque=request.opaque))
-                assert (await peer.hear(StreamEnd)).status == status
+                    await peer.send(CloseStream(partition=partition.id, opaque=request.opaque))
+                assert (await peer.receive(StreamEnd)).status == status
                 await trio.testing.wait_all_tasks_blocked()
                 assert not alive(OF_A_STREAM)
                 assert gc.collect() == 0
@@ -213,8 +213,8 @@ async def test_nothing_of_a_bundle_is_left_once_it_is_answered(
             await peer.open()
             with no_collections():
                 request = Mutate(Bundle.of_one_run(PartitionId(0), sets(key)), opaque=peer.opaque())
-                await peer.say(request)
-                await peer.hear(MutateReply if key == KEY else Refusal)
+                await peer.send(request)
+                await peer.receive(MutateReply if key == KEY else Refusal)
                 assert not alive(("_BundleRequest", "MutationBatch", "CheckedChunk"))
             await own_end.aclose()
 
@@ -252,7 +252,7 @@ async def _reset_while_answers_wait(server: Server, questions: int) -> None:
         peer = Peer(own_end)
         await peer.open()
         for _ in range(questions):
-            await peer.say(Get((KEY,), partition=PartitionId(0), opaque=peer.opaque()))
+            await peer.send(Get((KEY,), partition=PartitionId(0), opaque=peer.opaque()))
         (connection,) = server.connections.connections
         # The socket's buffers take some of it; the rest waits for the peer.
         await trio.testing.wait_all_tasks_blocked()
@@ -298,8 +298,8 @@ async def test_nothing_of_a_bucket_is_left_that_connections_had_open(
                 partition=PartitionId(0),
                 opaque=peer.opaque(),
             )
-            await peer.say(request)
-            assert (await peer.hear(Refusal)).status == Status.TIMED_OUT
+            await peer.send(request)
+            assert (await peer.receive(Refusal)).status == Status.TIMED_OUT
             await trio.sleep(1)
             assert alive(OF_A_BUCKET) != before
             await server.catalog.delete_bucket("b")

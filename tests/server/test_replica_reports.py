@@ -78,7 +78,7 @@ async def test_a_late_report_by_an_old_connection_does_not_count(
         history_id = partition.failover_log.current
 
         async def report(replica: Peer, seq: int) -> None:
-            await replica.say(ReplicaAck(((P0, history_id, SeqNo(seq), SeqNo(0)),)))
+            await replica.send(ReplicaAck(((P0, history_id, SeqNo(seq), SeqNo(0)),)))
             await trio.testing.wait_all_tasks_blocked()
 
         if not is_first:
@@ -106,10 +106,10 @@ async def test_a_late_report_does_not_count_though_the_newer_connection_has_ende
         history_id = partition.failover_log.current
         async with connected(server, identity="replica:r") as new:
             await new.open()
-            await new.say(ReplicaAck(((P0, history_id, SeqNo(1), SeqNo(0)),)))
+            await new.send(ReplicaAck(((P0, history_id, SeqNo(1), SeqNo(0)),)))
             await trio.testing.wait_all_tasks_blocked()
             assert partition.replicas.seq_reached_by(1) == 1
         await trio.testing.wait_all_tasks_blocked()
-        await old.say(ReplicaAck(((P0, history_id, SeqNo(2), SeqNo(0)),)))
+        await old.send(ReplicaAck(((P0, history_id, SeqNo(2), SeqNo(0)),)))
         await trio.testing.wait_all_tasks_blocked()
         assert partition.replicas.seq_reached_by(1) == 0

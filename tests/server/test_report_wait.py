@@ -1,4 +1,5 @@
-"""What a replica is sent while it has yet to report a small batch gathers."""
+"""While a replica has not reported a small batch, the server collects further changes into the next
+snapshot."""
 
 from __future__ import annotations
 
@@ -27,7 +28,7 @@ pytestmark: Final = pytest.mark.usefixtures("autojump_clock")
 
 
 class Replica:
-    """A peer that follows partition 0, and a publisher."""
+    """A peer that follows partition 0 as a replica, and a publisher."""
 
     def __init__(self, peer: Peer, publisher: Peer, history_id: HistoryId) -> None:
         self.peer = peer
@@ -38,27 +39,27 @@ class Replica:
         await self.publisher.mutate(sets(*keys, value=value))
 
     async def report(self, seq: int) -> None:
-        await self.peer.say(ReplicaAck(((P0, self._history_id, SeqNo(seq), SeqNo(0)),)))
+        await self.peer.send(ReplicaAck(((P0, self._history_id, SeqNo(seq), SeqNo(0)),)))
 
     async def snapshot_within(self, seconds: float) -> Chunk | None:
-        """The next snapshot, if it comes so soon."""
+        """The next snapshot, or None if it is not sent within so many seconds."""
         with trio.move_on_after(seconds):
-            return (await self.peer.hear(PartitionSnapshot)).chunk
+            return (await self.peer.receive(PartitionSnapshot)).chunk
         return None
 
 
 @asynccontextmanager
 async def a_replica() -> AsyncIterator[Replica]:
-    """It has two changes, and has reported only the first."""
+    """A replica that has received two changes, and has reported only the first."""
     server = make_server(node="a")
     async with connected(server, identity="replica:r") as peer, connected(server) as publisher:
         await name_replica(server)
         await peer.open()
         await publisher.open()
         reply = await peer.ask(with_answers=True)
-        await peer.say(Go())
+        await peer.send(Go())
         replica = Replica(peer, publisher, reply.log.current)
-        # The first has a frame for its start.
+        # The first snapshot is sent with a `PartitionStart`; later ones are one frame each.
         await replica.set_keys(b"first")
         await trio.testing.wait_all_tasks_blocked()
         await replica.report(1)
@@ -69,7 +70,7 @@ async def a_replica() -> AsyncIterator[Replica]:
         yield replica
 
 
-async def test_what_comes_before_a_report_is_one_snapshot() -> None:
+async def test_changes_before_a_report_are_sent_in_one_snapshot() -> None:
     async with a_replica() as replica:
         for key in (b"k", b"l", b"m"):
             await replica.set_keys(key)
@@ -81,7 +82,7 @@ async def test_what_comes_before_a_report_is_one_snapshot() -> None:
 
 
 async def test_a_report_of_something_else_does_not_end_the_wait() -> None:
-    """Of an earlier snapshot, as when it has come to the replica's disk."""
+    """The report is of an earlier snapshot, as when the replica has written that to disk."""
     async with a_replica() as replica:
         await replica.set_keys(b"k")
         await replica.report(1)
@@ -92,7 +93,7 @@ async def test_a_report_of_something_else_does_not_end_the_wait() -> None:
         assert chunk.end == 3
 
 
-async def test_a_change_that_comes_alone_waits_for_nothing() -> None:
+async def test_a_single_change_is_sent_at_once() -> None:
     async with a_replica() as replica:
         for seq in range(2, 6):
             await replica.report(seq)
@@ -102,7 +103,7 @@ async def test_a_change_that_comes_alone_waits_for_nothing() -> None:
             assert (chunk.start, chunk.end) == (seq, seq + 1)
 
 
-async def test_without_a_report_it_is_sent_all_the_same() -> None:
+async def test_without_a_report_a_change_is_sent_after_a_limited_wait() -> None:
     async with a_replica() as replica:
         for end in (3, 4):
             await replica.set_keys(b"k")
@@ -112,7 +113,7 @@ async def test_without_a_report_it_is_sent_all_the_same() -> None:
             assert chunk.end == end
 
 
-async def test_a_large_batch_waits_for_no_report() -> None:
+async def test_a_large_batch_is_sent_at_once() -> None:
     async with a_replica() as replica:
         await replica.report(2)
         for end in (3, 4):
@@ -122,11 +123,11 @@ async def test_a_large_batch_waits_for_no_report() -> None:
             assert chunk.end == end
 
 
-async def test_a_stream_ends_before_the_report() -> None:
+async def test_a_stream_can_be_closed_before_the_report() -> None:
     async with a_replica() as replica:
         await replica.set_keys(b"k")
-        await replica.peer.say(
+        await replica.peer.send(
             CloseStream(partition=P0, opaque=replica.peer.session.streams[P0].opaque)
         )
         with trio.fail_after(REPORT_WAIT_S / 2):
-            await replica.peer.hear(StreamEnd)
+            await replica.peer.receive(StreamEnd)

@@ -94,10 +94,10 @@ def message_of(request: Request, opaque: int) -> Message:
 async def hear_all(peer: Peer) -> list[Message]:
     """What has come, once the server has nothing more to do."""
     async with trio.open_nursery() as nursery:
-        nursery.start_soon(peer.hangs_up)
+        nursery.start_soon(peer.wait_for_end)
         await trio.testing.wait_all_tasks_blocked()
         nursery.cancel_scope.cancel()
-    messages, peer.heard = peer.heard, []
+    messages, peer.received = peer.received, []
     return messages
 
 
@@ -232,7 +232,7 @@ async def test_refused_frames_are_joined_once_and_not_again_for_each(
             await peer.open()
             # Two are applied, and one of the partition that is pending is followed by others.
             placed = [0, 0] + [1] * 20 + [0] * 10
-            await peer.say(
+            await peer.send(
                 *(message_of(("set", part, 0, 0, 1), index) for index, part in enumerate(placed))
             )
             answers = await hear_all(peer)
@@ -254,11 +254,11 @@ async def test_a_fault_of_the_server_ends_the_connection_and_changes_nothing(
         monkeypatch.setattr(bucket, "open_rows", None)
         async with connected(server) as peer:
             await peer.open()
-            await peer.say(*(message_of(("set", index, 0, 1, 1), index) for index in range(3)))
-            error = await peer.hear(Error)
+            await peer.send(*(message_of(("set", index, 0, 1, 1), index) for index in range(3)))
+            error = await peer.receive(Error)
             assert (error.status, error.sentence) == (
                 Status.INTERNAL,
                 "internal error in Mutate; the server's log has the cause",
             )
-            assert not any(isinstance(message, MutateReply) for message in peer.heard)
+            assert not any(isinstance(message, MutateReply) for message in peer.received)
             assert [partition.high_seq for partition in bucket.partitions] == [0, 0, 0]

@@ -1,4 +1,5 @@
-"""What a step of a reader has made for connections is written at its end, and wakes no writer."""
+"""Messages that a step of a reader queues are written at the end of the step, without waking
+writers."""
 
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ from upr_server.net.step_writes import DIRECT_BYTES, DIRECT_MAX, WOKEN_MAX, Step
 
 
 class Recorder:
-    """A connection that notes how it is written to."""
+    """A connection that records how it is written to."""
 
     def __init__(self, writes: StepWrites, nbytes: int = 10) -> None:
         self.calls: list[str] = []
@@ -31,12 +32,12 @@ class Recorder:
 
     def flush_now(self, now: float) -> int:
         self.calls.append("written")
-        # What a write makes room for is for the writer.
+        # When the write has made room, the writer must send the rest.
         self._writes.add(self)
         return self._nbytes
 
 
-def test_connections_are_written_to_once_at_the_end_of_a_step() -> None:
+def test_each_connection_is_written_to_once_at_the_end_of_a_step() -> None:
     writes = StepWrites()
     connections = [Recorder(writes) for _ in range(DIRECT_MAX + 2)]
     writes.add(connections[0])
@@ -50,7 +51,7 @@ def test_connections_are_written_to_once_at_the_end_of_a_step() -> None:
     assert written[0] == ["woken", "written", "woken"]
     assert written[1:DIRECT_MAX] == [["written", "woken"]] * (DIRECT_MAX - 1)
     assert written[DIRECT_MAX:] == [["woken"]] * 2
-    # The connection whose step it is is written to in any case.
+    # The connection whose step it is is always written to.
     writes.begin(connections[1])
     writes.end(0.0)
     written[1] += ["written", "woken"]
@@ -134,8 +135,8 @@ async def a_consumer(server: Server) -> AsyncIterator[Peer]:
     """A peer whose streams have caught up."""
     async with over_a_socket(server) as peer:
         await peer.ask()
-        await peer.say(Go())
-        await peer.hear(CycleEnd)
+        await peer.send(Go())
+        await peer.receive(CycleEnd)
         yield peer
 
 
@@ -150,25 +151,25 @@ async def test_a_mutation_reaches_its_consumer_without_a_step_of_a_writer(
     async with connected(server) as first, over_a_socket(server) as publisher:
         await first.open()
         async with a_consumer(server) as consumer:
-            # The first brings more credit, and the start of the first snapshot.
+            # The first mutation causes more messages: credit, and the start of the first snapshot.
             await publisher.mutate(sets(b"k"))
-            await publisher.hear(Credit)
-            await consumer.hear(CycleEnd)
+            await publisher.receive(Credit)
+            await consumer.receive(CycleEnd)
             await trio.testing.wait_all_tasks_blocked()
             counter = StepCounter()
             trio.lowlevel.add_instrument(counter)
             await publisher.mutate(sets(b"l"), PartitionId(0))
-            await consumer.hear(PartitionSnapshot)
+            await consumer.receive(PartitionSnapshot)
             await trio.testing.wait_all_tasks_blocked()
             assert (counter.counts[READING], counter.counts[WRITING]) == (1, 0)
-            # What a consumer says wakes none either.
-            await consumer.say(Noop())
+            # A message from a consumer wakes no writer either.
+            await consumer.send(Noop())
             await trio.testing.wait_all_tasks_blocked()
             assert (counter.counts[READING], counter.counts[WRITING]) == (2, 0)
             trio.lowlevel.remove_instrument(counter)
 
 
-async def test_a_consumer_that_is_gone_ends_its_own_connection_only(
+async def test_a_failed_write_to_a_consumer_ends_only_that_connection(
     mock_clock: trio.testing.MockClock,
 ) -> None:
     server = make_server()
@@ -178,11 +179,11 @@ async def test_a_consumer_that_is_gone_ends_its_own_connection_only(
             (*_, connection) = server.connections.connections
             stream = connection._stream
             assert isinstance(stream, trio.SocketStream)
-            # As if the peer had reset it: the next write fails, and no read has told yet.
+            # As if the peer had reset the connection: the next write fails before a read does.
             stream.socket.shutdown(trio.socket.SHUT_WR)
             assert (await publisher.mutate(sets(b"k"))).runs[0].status == 0
-            # Its writer has met the error, and has closed the socket.
+            # The writer has received the error, and has closed the socket.
             await trio.testing.wait_all_tasks_blocked(0.01)
             with pytest.raises(trio.BrokenResourceError):
-                await consumer.say(Noop())
+                await consumer.send(Noop())
         assert (await publisher.mutate(sets(b"l"))).runs[0].status == 0

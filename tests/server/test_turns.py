@@ -1,4 +1,4 @@
-"""The turns of long work: large reads and writes, and requests that take several steps."""
+"""How long work takes turns: large reads and writes, and requests that take several steps."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ HALF: Final = BYTES_MAX // 2
 
 
 class CountedTurns:
-    """The loop's turns, counted by hand."""
+    """The event loop's turns, counted by hand."""
 
     turn_count = 0
 
 
 @given(st.lists(st.one_of(st.none(), st.integers(1, BYTES_MAX))))
 def test_reads_of_a_turn_are_bounded(reads: list[int | None]) -> None:
-    """None is the end of a turn."""
+    """In the list, None is the end of a turn."""
     counter = CountedTurns()
     turns, nbytes = BudgetedTurns(counter, BYTES_MAX), 0
     for read_bytes in reads:
@@ -76,14 +76,14 @@ async def test_many_readers_share_the_loops_turns(lanes: int) -> None:
     async with trio.open_nursery() as nursery:
         for reader in range(20):
             nursery.start_soon(read, reader)
-    # What begins below the bound ends above it, and so do those that had waited.
+    # A read that begins below the bound may end above it, and so may those that had waited.
     assert max(bytes_by_turn.values()) <= BYTES_MAX + (1 + lanes) * HALF
     assert all(reads_by_reader[reader] == 5 for reader in range(20))
 
 
 async def test_networks_have_their_turns_one_after_the_other() -> None:
-    """A connection that comes later from another one does not wait behind all that one has
-    opened."""
+    """A later connection from another network does not wait behind all connections of one
+    network."""
     timer = TurnTimer()
     timer.start()
     turns, queues = BudgetedTurns(timer, 1, HANDSHAKE_LANES), dict[str, NetworkQueue]()
@@ -105,11 +105,11 @@ async def test_networks_have_their_turns_one_after_the_other() -> None:
 
 
 class NotedTurns(BudgetedTurns):
-    """Notes each piece, and who had to wait.
+    """Records each piece of work, and how often a task had to wait.
 
     Attributes:
         pieces: How many pieces were done in each turn.
-        waits: How often somebody waited for a turn.
+        waits: How often a task waited for a turn.
     """
 
     __slots__ = ("pieces", "waits")
@@ -134,7 +134,7 @@ PEERS: Final = 20
 async def test_peers_that_ask_for_much_share_the_turns_of_the_loop(
     autojump_clock: MockClock,
 ) -> None:
-    """To tell of 1,024 partitions takes nine steps."""
+    """Answering for 1,024 partitions takes nine steps."""
     server = make_server(connections_max=PEERS + 1)
     resources = server.connections.resources
     resources.turn_timer.start()
@@ -143,13 +143,13 @@ async def test_peers_that_ask_for_much_share_the_turns_of_the_loop(
         await server.catalog.create_bucket("wide", PARTITIONS_MAX, QUOTA_BYTES)
         peers = [await stack.enter_async_context(connected(server)) for _ in range(PEERS)]
         for peer in peers:
-            await peer.say()
-            await peer.hear(HelloReply)
+            await peer.send()
+            await peer.receive(HelloReply)
         turns.pieces.clear()
         for peer in peers:
-            await peer.say(Open("wide", opaque=peer.opaque()))
+            await peer.send(Open("wide", opaque=peer.opaque()))
         for peer in peers:
-            await peer.hear(Opened)
+            await peer.receive(Opened)
         assert turns.waits > 7 * PEERS
         pieces = turns.pieces.values()
         assert max(pieces) <= 3
@@ -163,10 +163,10 @@ async def test_a_consumer_that_is_sent_much_waits_for_its_turn(autojump_clock: M
     async with connected(server) as peer:
         await peer.open()
         await peer.ask()
-        await peer.say(Go())
-        await peer.hear(CycleEnd)
+        await peer.send(Go())
+        await peer.receive(CycleEnd)
         await peer.mutate(sets(b"small"))
-        await peer.hear(CycleEnd)
+        await peer.receive(CycleEnd)
         assert not turns.waits
         for number in range(5):
             await peer.mutate(sets(b"%d" % number, value=bytes(1_000_000)))
@@ -174,7 +174,7 @@ async def test_a_consumer_that_is_sent_much_waits_for_its_turn(autojump_clock: M
 
 
 class LongestClose(trio.abc.Instrument):
-    """The most streams of a connection that were closed in one step."""
+    """Records the most streams of a connection that were closed in one step."""
 
     def __init__(self, connection: AcceptedConnection) -> None:
         self.longest = 0
@@ -190,7 +190,7 @@ class LongestClose(trio.abc.Instrument):
 async def test_the_streams_of_a_consumer_that_leaves_are_closed_some_in_each_step(
     autojump_clock: MockClock, *, takes_nothing: bool
 ) -> None:
-    """What comes meanwhile is sent to nobody, though others are in the middle of it."""
+    """Changes that arrive meanwhile are not sent on its streams, even those that are still open."""
     server, count = make_server(), 500
     async with connected(server) as first:
         await first.open()
@@ -199,7 +199,7 @@ async def test_the_streams_of_a_consumer_that_leaves_are_closed_some_in_each_ste
         async with connected(server) as peer:
             await peer.open("wide")
             for number in range(count):
-                await peer.say(
+                await peer.send(
                     Stream(
                         PartitionState.ACTIVE,
                         NOTHING_YET,
@@ -207,8 +207,8 @@ async def test_the_streams_of_a_consumer_that_leaves_are_closed_some_in_each_ste
                         opaque=peer.opaque(),
                     )
                 )
-            await peer.say(Go())
-            await peer.hear(CycleEnd)
+            await peer.send(Go())
+            await peer.receive(CycleEnd)
             (*_, connection) = server.connections.connections
             close = LongestClose(connection)
             trio.lowlevel.add_instrument(close)
@@ -222,12 +222,12 @@ async def test_the_streams_of_a_consumer_that_leaves_are_closed_some_in_each_ste
                 put(partitions[0], b"key")
             trio.lowlevel.remove_instrument(close)
         assert close.longest == STEP_STREAMS
-        # What is left is the flusher's cursor.
+        # Only the flusher's cursor is left.
         assert all(len(partition.manager.snapshots.cursors) == 1 for partition in partitions)
 
 
 class LongestSend(trio.abc.Instrument):
-    """The most bytes that a connection has sent in one step."""
+    """Records the most bytes that a connection has sent in one step."""
 
     def __init__(self, connection: AcceptedConnection) -> None:
         self.longest = 0
@@ -255,17 +255,17 @@ async def test_a_consumer_of_many_partitions_is_sent_some_in_each_step(
                     partition=PartitionId(number),
                     opaque=peer.opaque(),
                 )
-                await peer.say(request)
-            await peer.say(Go())
-            await peer.hear(CycleEnd)
+                await peer.send(request)
+            await peer.send(Go())
+            await peer.receive(CycleEnd)
             for partition in server.catalog.bucket("wide").partitions:
                 put(partition, b"key")
             (*_, connection) = server.connections.connections
             send = LongestSend(connection)
             trio.lowlevel.add_instrument(send)
             sent_before = connection._writer.bytes_out
-            await peer.say(Barrier(b"all"))
-            await peer.hear(BarrierReply)
+            await peer.send(Barrier(b"all"))
+            await peer.receive(BarrierReply)
             trio.lowlevel.remove_instrument(send)
-            # 128 items of 8 KiB come to a step's MiB.
+            # 128 items of 8 KiB are the MiB of a step.
             assert send.longest < (connection._writer.bytes_out - sent_before) / 3
