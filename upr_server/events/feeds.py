@@ -90,13 +90,10 @@ class EventFeeds:
         self._changed.notify()
         try:
             while True:
+                # Before the pause, which the later question may just have begun again.
+                _check_asker(queue, asker, consumer)
                 await self._pause(queue)
-                if queue.asker is not asker:
-                    raise ServerError(
-                        Status.SUPERSEDED,
-                        f"another follower took over the event consumer {consumer!r}; give each "
-                        "follower its own consumer name",
-                    )
+                _check_asker(queue, asker, consumer)
                 # Before the poll: a change right after it would be missed otherwise.
                 next_change = self._changed.next_event()
                 is_all = self._poll(queue, event_filter)
@@ -156,3 +153,13 @@ class EventFeeds:
             "asking": sum(queue.asker is not None for queue in self._queues),
             "unacknowledged": sum(queue.unacknowledged is not None for queue in self._queues),
         }
+
+
+def _check_asker(queue: EventQueue, asker: object, consumer: str) -> None:
+    """Raises `ServerError` with `SUPERSEDED` when another question came under the same name."""
+    if queue.asker is not asker:
+        raise ServerError(
+            Status.SUPERSEDED,
+            f"another follower took over the event consumer {consumer!r}; give each follower its "
+            "own consumer name",
+        )
