@@ -16,9 +16,8 @@ import trio
 
 from benchmarks.kit.errors import CannotMeasureError
 from benchmarks.kit.figures import Figure, Spread
-from benchmarks.kit.ingest import CONNECTIONS, publish_and_rest, publishers
+from benchmarks.kit.ingest import CONNECTIONS, publish, publishers
 from benchmarks.kit.processes import HOST, UprServer, Worker
-from benchmarks.kit.upkeep import rest
 from benchmarks.kit.work import CHUNK_MUTATIONS, PARTITIONS
 from upr_protocol.client import Address, BlockingClient, NodeClient
 from upr_protocol.partition_map import Assignment, PartitionMap
@@ -129,25 +128,21 @@ def measure(runs: int, say: Callable[[str], None]) -> list[Figure]:
         single_client.answer()
         client.answer()
         replicate(active, replica)
-        publish_and_rest(single, single_client, 1_000_000)
-        publish_and_rest(active, client, 1_000_000)
+        publish(single, single_client, 1_000_000)
+        publish(active, client, 1_000_000)
         for index in range(runs):
-            alone.append(publish_and_rest(single, single_client, MUTATIONS).rate)
-            reached, lag, processor_s = 0.0, 0.0, dict[str, Any]()
+            alone.append(publish(single, single_client, MUTATIONS).rate)
+            reached, lag = 0.0, 0.0
             for fraction in FRACTIONS:
                 active.lap(), replica.lap()
                 reached, lag = held(active, client, fraction * alone[-1])
-                processor_s = {"active": active.lap(), "replica": replica.lap()}
-                # Their disks would take processor time from what is measured next.
-                rest(active)
-                rest(replica)
                 say(f"  {fraction:.0%}: {reached:,.0f} mutations/s, lag {lag:.2f} s")
                 if lag < LAG_MAX_S:
                     break
                 reached = 0.0
             ours.append(reached)
             lags.append(lag)
-            processor.append(processor_s)
+            processor.append({"active": active.lap(), "replica": replica.lap()})
             say(f"  run {index + 1}: {reached:,.0f} mutations/s; alone {alone[-1]:,.0f}")
     return [
         Figure.more_is_better(
