@@ -301,6 +301,13 @@ async def test_a_server_is_what_its_file_and_environment_say(settings: Path) -> 
             assert limits == (files_max, files_max)
 
 
+async def test_a_python_that_keeps_ended_frames_is_warned_of() -> None:
+    """As if this were one."""
+    code = "from upr_server.cli import main, serve; serve.keeps_ended_frames = lambda: True; main()"
+    async with server_process(program=(sys.executable, "-c", code)) as server:
+        await eventually(lambda: "keeps ended calls" in server.log_text, "it warns")
+
+
 # It stops.
 
 

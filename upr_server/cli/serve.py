@@ -55,8 +55,11 @@ def serve_command(config_path: Path | None, **options: Any) -> None:
     # Each connection is a file.
     raise_file_limit()
     keeps_frames = keeps_ended_frames()
-    # Where ended calls are in reference cycles, only a look at all objects frees them.
-    (collect_rarely if keeps_frames else collect_only_young)()
+    if keeps_frames:
+        # Ended calls are in reference cycles then, also those that are not young any more.
+        collect_rarely()
+    else:
+        collect_only_young()
 
     loss, is_listening = "", False
 
@@ -71,9 +74,9 @@ def serve_command(config_path: Path | None, **options: Any) -> None:
             discard_output()
         if keeps_frames:
             log.warning(
-                "this release of Python keeps ended calls in reference cycles; to free them holds "
-                "up this server for some tenths of a second now and then: use Python 3.11, or a "
-                "newer release of 3.13 or 3.14",
+                "this release of Python keeps ended calls in reference cycles; the server looks "
+                "for them among all objects now and then, and may stand still for some tenths of a "
+                "second: use Python 3.11, or a newer release of 3.13 or 3.14",
                 python=platform.python_version(),
             )
 

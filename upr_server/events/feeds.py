@@ -90,7 +90,7 @@ class EventFeeds:
         self._changed.notify()
         try:
             while True:
-                # Before the pause, which the later question may just have begun again.
+                # Before the pause, too: a later question that has just polled makes it longer.
                 _check_asker(queue, asker, consumer)
                 await self._pause(queue)
                 _check_asker(queue, asker, consumer)

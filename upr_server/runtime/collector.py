@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-import sys
+import inspect
 from collections.abc import Callable, Iterator
 from functools import partial
 from types import FrameType
@@ -31,12 +31,11 @@ def keeps_ended_frames() -> bool:
     (https://github.com/python/cpython/issues/100964).
     """
 
-    def generator() -> Iterator[FrameType]:
-        yield sys._getframe()  # noqa: SLF001  the only way to a frame that works in a generator
+    def frames() -> Iterator[FrameType | None]:
+        yield inspect.currentframe()
 
-    frames = generator()
-    (frame,) = frames
-    return frame.f_back is not None
+    (frame,) = frames()
+    return frame is not None and frame.f_back is not None
 
 
 def collect_rarely() -> None:
@@ -84,8 +83,8 @@ class YoungObjects:
         self._made_count = 0
 
     def start(self) -> None:
-        """Counts from now on, in this process; the collector looks only at young objects already.
-        Before that nothing is collected here. It collects at once what was made until now."""
+        """Counts from now on, in this process, whose collector is set up already. Before that
+        nothing is collected here. It collects at once what was made until now."""
         self._is_started = True
         gc.callbacks.append(self._note_collection)
         self.collect()
