@@ -1,4 +1,4 @@
-"""The indexer's client, against a server that takes its time."""
+"""The indexer's client, against servers that answer as a test tells them."""
 
 from __future__ import annotations
 
@@ -28,18 +28,14 @@ from upr_protocol.client import (
 from upr_protocol.errors import BrokenError
 from upr_protocol.ids import Cas, HistoryId, PartitionId, SeqNo
 
-LATE_S = 0.4
-
 
 class Answers(BaseHTTPRequestHandler):
-    """Answers at once, and scans late. A password other than "new" is refused."""
+    """Answers each request. A password other than "new" is refused."""
 
     protocol_version = "HTTP/1.1"
 
     def _answer(self) -> None:
         self.rfile.read(int(self.headers.get("Content-Length", 0)))
-        if self.command == "POST":
-            threading.Event().wait(LATE_S)
         pair = b64decode(self.headers.get("Authorization", "").removeprefix("Basic "))
         self.send_response(401 if pair and pair != b"bob:new" else 200)
         self.send_header("Content-Length", "2")
@@ -52,11 +48,10 @@ class Answers(BaseHTTPRequestHandler):
         pass
 
 
-@pytest.fixture
-def url(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    monkeypatch.setattr(index_client, "INDEXER_TIMEOUT_S", 0.1)
-    monkeypatch.setattr(index_client, "ANSWER_SLACK_S", 0.1)
-    with HTTPServer(("127.0.0.1", 0), Answers) as server:
+@contextmanager
+def http_server(handler: type[BaseHTTPRequestHandler]) -> Iterator[str]:
+    """A server that answers with a handler, one connection after the other; gives its URL."""
+    with HTTPServer(("127.0.0.1", 0), handler) as server:
         thread = threading.Thread(target=server.serve_forever)
         thread.start()
         try:
@@ -66,21 +61,61 @@ def url(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
             thread.join()
 
 
-def test_each_question_has_its_own_timeout_on_the_same_connection(url: str) -> None:
-    with IndexClient(url) as client:
-        assert client.status() == {}
-        assert client.scan("d/i", timeout_s=30).entries == []
-        assert client.status() == {}
-        with pytest.raises(BrokenError, match="timed out"):
-            client.scan("d/i", timeout_s=0.1)
+@contextmanager
+def silent_node() -> Iterator[str]:
+    """The URL of a node that accepts connections and answers nothing."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}"
 
 
-def test_a_refused_log_in_reads_the_password_anew(url: str, tmp_path: Path) -> None:
+def test_each_request_has_its_own_timeout_on_the_same_connection() -> None:
+    sockets: list[object] = []
+    timeouts_s: list[float | None] = []
+
+    class Handler(Answers):
+        def _answer(self) -> None:
+            # The client waits for this answer, with the timeout of its request.
+            client_socket = client._nodes[0]._connection.sock
+            sockets.append(client_socket)
+            timeouts_s.append(client_socket.gettimeout())
+            super()._answer()
+
+        do_GET = do_POST = _answer  # noqa: N815  the base class calls them so
+
+    with http_server(Handler) as url, IndexClient(url) as client:
+        assert client.status() == {}
+        assert client.scan("d/i", timeout_s=300).entries == []
+        assert client.status() == {}
+        assert client.scan("d/i", timeout_s=1).entries == []
+    assert timeouts_s == [
+        timeout_s + index_client.ANSWER_SLACK_S
+        for timeout_s in (
+            *(index_client.INDEXER_TIMEOUT_S, 300),
+            *(index_client.INDEXER_TIMEOUT_S, 1),
+        )
+    ]
+    assert all(client_socket is sockets[0] for client_socket in sockets)
+
+
+def test_a_request_that_is_not_answered_in_time_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(index_client, "ANSWER_SLACK_S", 0.1)
+    with (
+        silent_node() as url,
+        IndexClient(url) as client,
+        pytest.raises(BrokenError, match="timed out"),
+    ):
+        client.scan("d/i", timeout_s=0.1)
+
+
+def test_the_client_reads_the_password_again_after_a_refused_log_in(tmp_path: Path) -> None:
     file = tmp_path / "password"
     file.write_text("old")
     file.chmod(0o600)
     credentials = Credentials("bob", password_file=str(file))
-    with IndexClient(url, Security(credentials=credentials)) as client:
+    with (
+        http_server(Answers) as url,
+        IndexClient(url, Security(credentials=credentials)) as client,
+    ):
         with pytest.raises(IndexerError):
             client.status()
         file.write_text("new")
@@ -162,15 +197,8 @@ def a_node(*answers: tuple[int, bytes] | None) -> Iterator[Node]:
 
         do_GET = do_POST = do_PUT = do_DELETE = _answer  # noqa: N815  the base class calls them so
 
-    with HTTPServer(("127.0.0.1", 0), Handler) as server:
-        thread = threading.Thread(target=server.serve_forever)
-        thread.start()
-        node.url = f"http://127.0.0.1:{server.server_port}"
-        try:
-            yield node
-        finally:
-            server.shutdown()
-            thread.join()
+    with http_server(Handler) as node.url:
+        yield node
 
 
 def refusal(code: str, **fields: object) -> bytes:
@@ -244,11 +272,15 @@ def test_another_node_is_asked(answer: tuple[int, bytes] | None) -> None:
         assert (len(first.paths), len(second.paths)) == (1, 3)
 
 
-def test_a_node_that_is_silent_costs_the_timeout_and_the_slack(
-    url: str, monkeypatch: pytest.MonkeyPatch
+def test_another_node_is_asked_after_the_timeout_and_the_slack_of_a_silent_node(
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(index_client, "NODE_SLACK_S", 0.1)
-    with a_node((200, PAGE)) as second, IndexClient(f"{url},{second.url}") as client:
+    with (
+        silent_node() as url,
+        a_node((200, PAGE)) as second,
+        IndexClient(f"{url},{second.url}") as client,
+    ):
         assert client.scan("d/i", timeout_s=0.1).entries[0].id == "a"
 
 
@@ -283,7 +315,7 @@ def test_the_nodes_of_the_map_are_asked() -> None:
 
 
 def test_a_node_that_names_others_without_end_is_not_followed_for_ever() -> None:
-    node_map = {"nodes": [f"http://127.0.0.1:{port}" for port in range(1, 500)]}
+    node_map = {"nodes": [f"http://127.0.0.{host}:1" for host in range(1, 255)]}
     with (
         a_node((421, refusal("not_my_slice", map=node_map))) as node,
         IndexClient(node.url) as client,
@@ -322,17 +354,10 @@ def test_a_drop_that_is_lost_on_a_used_connection_is_not_sent_again() -> None:
             drops.append(self.path)
             self.close_connection = True
 
-    with HTTPServer(("127.0.0.1", 0), Handler) as server:
-        thread = threading.Thread(target=server.serve_forever)
-        thread.start()
-        try:
-            with IndexClient(f"http://127.0.0.1:{server.server_port}") as client:
-                client.status()
-                with pytest.raises(BrokenError):
-                    client.drop("d")
-        finally:
-            server.shutdown()
-            thread.join()
+    with http_server(Handler) as url, IndexClient(url) as client:
+        client.status()
+        with pytest.raises(BrokenError):
+            client.drop("d")
     assert drops == ["/v1/designs/d"]
 
 

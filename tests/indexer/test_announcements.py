@@ -221,12 +221,10 @@ async def test_the_bus_is_heard_when_it_has_room_for_one_more_consumer(
                 lambda: any("event bus unreachable" in line["event"] for line in logs),
                 "the bus is full",
             )
-            monkeypatch.undo()
+            monkeypatch.setattr("upr_server.events.queues.CONSUMERS_MAX", 1)
             bus = server.events
             assert isinstance(bus, EventBus)
-            await eventually(
-                lambda: bus.statistics()["asking"] == 1, "it asks for events", timeout_s=2
-            )
+            await eventually(lambda: bus.statistics()["asking"] == 1, "it asks for events")
             async with paused_stream(indexer):
                 await define(client, "e", {"n": NUMBER})
                 await eventually(

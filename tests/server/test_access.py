@@ -461,7 +461,9 @@ async def test_reports_of_replicas_count_from_replicas_only() -> None:
         assert not len(partition.replicas)
 
 
-async def test_taking_the_right_to_read_ends_the_streams_that_lived_by_it() -> None:
+async def test_taking_the_right_to_read_ends_the_streams_that_lived_by_it(
+    autojump_clock: trio.testing.MockClock,
+) -> None:
     async with logged_in(reading(), writing()) as (server, peer):
         await peer.open()
         await peer.mutate(sets(b"k"))
