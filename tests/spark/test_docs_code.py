@@ -22,7 +22,6 @@ from upr_protocol.cli import main
 from upr_protocol.client import IndexClient
 
 DOCUMENT: Final = (ROOT / "docs" / "spark.md").read_text()
-STREAM_S: Final = 60
 
 
 class Reader:
@@ -80,11 +79,18 @@ class Reader:
                 result = CliRunner().invoke(main, words[1:], env=variables)
                 assert result.exit_code == 0, (words, result.output)
                 if words[1] == "index":
-                    self._await_index()
+                    self._await_indexes(words[3])
 
-    def _await_index(self) -> None:
-        with IndexClient(self._indexer_url) as indexes:
-            until(lambda: all(row["state"] == "ready" for row in indexes.indexes()), "it is ready")
+    def _await_indexes(self, design: str) -> None:
+        """Waits until the indexes of a design are there and ready."""
+        with IndexClient(self._indexer_url) as client:
+
+            def are_ready() -> bool:
+                indexes = client.indexes()
+                states = [row["state"] for row in indexes if row["name"].startswith(f"{design}/")]
+                return bool(states) and all(state == "ready" for state in states)
+
+            until(are_ready, f"the indexes of {design} are ready")
 
 
 @pytest.fixture

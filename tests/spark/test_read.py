@@ -585,7 +585,8 @@ def test_a_read_that_stops_early_leaves_nothing_behind(
             assert len(frame.select("key").take(1)) == 1
         for index in range(effort(2, 10)):
             cancel_one(spark, load(spark, url, leaseSeconds=2), f"group {index}")
-        until(lambda: connections() == before, "every connection is closed")
+        # Some may be of an earlier test, and end meanwhile.
+        until(lambda: connections() <= before, "every connection is closed")
         until(lambda: leases(client)["held"] == 0, "no lease is held")
         assert client.stats(client.address.bucket)["leases"]["backfills"] == 0
 

@@ -1,9 +1,10 @@
-"""What `timeoutSeconds` says: how long a server is waited for that is away, or silent."""
+"""The option `timeoutSeconds`: how long a task waits for a server that is away, or silent."""
 
 from __future__ import annotations
 
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from threading import Thread, Timer
 
 import pyarrow as pa
@@ -44,58 +45,52 @@ def read(options: dict[str, str], history_id: int = 1) -> list[pa.RecordBatch]:
     return list(read_task(ReadTask((range_,), 0), ReadOptions.parse(options), COLUMNS))
 
 
-@pytest.mark.parametrize("work", [write, read])
-def test_a_worker_says_how_long_silence_may_last(work: Callable[[dict[str, str]], object]) -> None:
-    intervals: list[int] = []
+@contextmanager
+def http_server() -> Iterator[tuple[str, list[int]]]:
+    """A server that accepts one connection and answers over HTTP. Gives the URL of a bucket, and a
+    list that gets the idle interval of the client's `Hello`."""
+    intervals_s: list[int] = []
 
-    def listen(listener: socket.socket) -> None:
-        line, _ = listener.accept()
-        listener.close()  # nobody answers the second time
-        with line:
+    def answer(listener: socket.socket) -> None:
+        connection, _ = listener.accept()
+        with connection:
             session = ServerSession("test", now=0)
             while session.hello is None:
-                session.receive(line.recv(4096), 0)
+                session.receive(connection.recv(4096), 0)
                 list(session.messages())
-            intervals.append(session.hello.idle_interval_s)
+            intervals_s.append(session.hello.idle_interval_s)
+            connection.sendall(b"HTTP/1.1 400 Bad Request\r\nContent-Length: 0\r\n\r\n")
 
-    listener = socket.create_server(("127.0.0.1", 0))
-    port = listener.getsockname()[1]
-    thread = Thread(target=listen, args=(listener,))
-    thread.start()
-    with pytest.raises(PipelineError, match="UPR_UNREACHABLE"):
-        work({"url": f"upr://127.0.0.1:{port}/b", "timeoutSeconds": "1"})
-    thread.join(10)
-    assert intervals == [30]
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        thread = Thread(target=answer, args=(listener,), daemon=True)
+        thread.start()
+        yield f"upr://127.0.0.1:{listener.getsockname()[1]}/b", intervals_s
+        thread.join()
 
 
 @pytest.mark.parametrize("work", [write, read])
-def test_a_server_of_another_protocol_is_refused_with_a_code(
+def test_a_task_tells_its_idle_interval_and_refuses_a_server_of_another_protocol(
     work: Callable[[dict[str, str]], object],
 ) -> None:
-    def answer(listener: socket.socket) -> None:
-        line, _ = listener.accept()
-        with line:
-            line.recv(4096)
-            line.sendall(b"HTTP/1.1 400 Bad Request\r\nContent-Length: 0\r\n\r\n")
-
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        thread = Thread(target=answer, args=(listener,))
-        thread.start()
-        url = f"upr://127.0.0.1:{listener.getsockname()[1]}/b"
-        with pytest.raises(PipelineError, match=r"UPR_SERVER.*not a UPR frame"):
-            work({"url": url, "timeoutSeconds": "1"})
-        thread.join(10)
+    with (
+        http_server() as (url, intervals_s),
+        pytest.raises(PipelineError, match=r"UPR_SERVER.*not a UPR frame"),
+    ):
+        work({"url": url, "timeoutSeconds": "120"})
+    assert intervals_s == [60]
 
 
 @pytest.mark.parametrize(
     ("timeout_s", "interval_s"), [(1, 30), (61, 30), (120, 60), (600, 300), (604_800, 300)]
 )
-def test_twice_the_interval_is_the_timeout(timeout_s: int, interval_s: int) -> None:
+def test_the_idle_interval_is_half_the_timeout_between_30_s_and_300_s(
+    timeout_s: int, interval_s: int
+) -> None:
     assert idle_interval_s(timeout_s) == interval_s
 
 
-def test_tasks_that_begin_while_the_server_is_away() -> None:
-    """It is being restarted: they were sent by a driver who has spoken with it."""
+def test_tasks_that_begin_while_the_server_restarts_wait_for_it() -> None:
+    """The driver has reached the server before, and sends tasks."""
     with blocking_server() as server:
         url = server.create_bucket("b", 1)
         with durable_client(url) as client:
