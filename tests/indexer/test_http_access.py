@@ -342,6 +342,7 @@ async def test_a_host_does_not_have_all_turns_of_strangers(
         assert names[1:] == ["good"]
         for host in ("10.0.0.2", "10.0.0.3"):
             nursery.start_soon(check, access, f"of {host}", host)
+        await wait_all_tasks_blocked()
         before, answers.wait = answers.wait, trio.Event()
         before.set()
         await wait_all_tasks_blocked()
