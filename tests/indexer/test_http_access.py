@@ -1,4 +1,4 @@
-"""Who may ask the indexer for what over HTTP, where its server has users."""
+"""Which user may send which HTTP request to an indexer whose server has users."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def name_of(right: Right, bucket: str) -> str:
 
 
 def users_of_the_table() -> Users:
-    """A user for each right on each of the buckets, and one who may read and write some keys."""
+    """One user for each right on each bucket, and one user who may read and write some keys."""
     users = dict(USERS.users)
     grants = tuple(
         Grant(right, OWN, prefix)
@@ -91,11 +91,11 @@ def authorization(name: str, password: str = PASSWORD) -> str:
     return "Basic " + b64encode(f"{name}:{password}".encode()).decode()
 
 
-class Front:
-    """An indexer's API, which is called without a network.
+class DirectApi:
+    """An indexer's HTTP API, called without a network.
 
     Attributes:
-        access: What it asks.
+        access: Decides who may send a request.
         server: The server that the indexer follows.
     """
 
@@ -106,7 +106,7 @@ class Front:
 
     @property
     def routes(self) -> set[tuple[str, str]]:
-        """Every method and path that is answered."""
+        """Every method and path that the API answers."""
         methods = {
             (method, route.path)
             for route in self._app.routes
@@ -150,9 +150,9 @@ class Front:
 
 
 @asynccontextmanager
-async def a_front(
+async def a_direct_api(
     folder: Path, users: Users = USERS, *, asks_users: bool = True
-) -> AsyncIterator[Front]:
+) -> AsyncIterator[DirectApi]:
     async with AsyncExitStack() as stack:
         server = await stack.enter_async_context(server_with_users(users))
         address = address_of(server, BOB if not users.is_open else None)
@@ -161,45 +161,47 @@ async def a_front(
         await indexer.designs.create("d", DESIGN)
         await until_ready(indexer, "d/city")
         access = HttpAccess(address, asks_users=asks_users)
-        yield Front(application(indexer, access), access, server)
+        yield DirectApi(application(indexer, access), access, server)
 
 
 async def test_every_route_needs_its_right_on_the_indexers_bucket(tmp_path: Path) -> None:
-    async with a_front(tmp_path, users_of_the_table()) as front:
-        assert front.routes == {(method, path) for method, path, _ in ROUTES}
+    async with a_direct_api(tmp_path, users_of_the_table()) as api:
+        assert api.routes == {(method, path) for method, path, _ in ROUTES}
         for method, path, needed in ROUTES:
-            status, _ = await front.ask(method, path)
+            status, _ = await api.ask(method, path)
             assert status == (200 if needed == "anybody" else 401), (method, path)
             for right in Right:
                 for bucket in (OWN, OTHER) if right is not Right.SECURE else (EVERYTHING,):
                     name = name_of(right, bucket)
-                    status, _ = await front.ask(method, path, authorization(name))
-                    # Nobody here has two rights.
+                    status, _ = await api.ask(method, path, authorization(name))
+                    # No user of the table has two rights.
                     is_allowed = needed == "anybody" or (right.value, OWN) == (needed, bucket)
                     assert (status not in (401, 403)) == is_allowed, (method, path, name, status)
-            # What the indexer tells is of all keys.
-            status, _ = await front.ask(method, path, authorization(OF_SOME_KEYS))
+            # An indexer's answers may be about all keys.
+            status, _ = await api.ask(method, path, authorization(OF_SOME_KEYS))
             assert status == (200 if needed == "anybody" else 403), (method, path, status)
-            answer = await front.ask(method, path, authorization("bob"))
+            answer = await api.ask(method, path, authorization("bob"))
             assert answer[0] not in (401, 403), (method, path)
 
 
-async def test_a_server_without_users_asks_nobody(tmp_path: Path) -> None:
-    async with a_front(tmp_path, Users()) as front:
+async def test_without_users_every_request_is_allowed(tmp_path: Path) -> None:
+    async with a_direct_api(tmp_path, Users()) as api:
         for method, path, _ in ROUTES:
-            status, _ = await front.ask(method, path)
+            status, _ = await api.ask(method, path)
             assert status not in (401, 403), (method, path)
 
 
-async def test_an_indexer_that_is_told_to_asks_nobody(tmp_path: Path) -> None:
-    async with a_front(tmp_path, asks_users=False) as front:
-        assert (await front.ask("GET", "/v1/status"))[0] == 200
+async def test_an_indexer_may_be_set_to_need_no_log_in(
+    tmp_path: Path,
+) -> None:
+    async with a_direct_api(tmp_path, asks_users=False) as api:
+        assert (await api.ask("GET", "/v1/status"))[0] == 200
 
 
-async def test_a_verdict_counts_for_a_second(
+async def test_a_verdict_on_a_user_is_used_for_a_second(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async with a_front(tmp_path, users_of_the_table()) as front:
+    async with a_direct_api(tmp_path, users_of_the_table()) as api:
         name = name_of(Right.READ, OWN)
         reader = authorization(name)
         logged_in = 0
@@ -213,44 +215,44 @@ async def test_a_verdict_counts_for_a_second(
         monkeypatch.setattr(HttpAccess, "_may_read", may_read)
         monkeypatch.setattr(http_access, "VERDICT_S", 1000.0)
         for _ in range(3):
-            assert (await front.ask("GET", "/v1/status", reader))[0] == 200
+            assert (await api.ask("GET", "/v1/status", reader))[0] == 200
         assert logged_in == 1
-        assert front.access._verdicts
-        for key, verdict in front.access._verdicts.items():
-            # A hash, and nothing that could have a password in it.
+        assert api.access._verdicts
+        for key, verdict in api.access._verdicts.items():
+            # The key is a hash. Neither key nor verdict can contain a password.
             assert (type(key), len(key)) == (bytes, 32)
             assert {type(value) for value in attrs.astuple(verdict)} == {bool, float}
         monkeypatch.setattr(http_access, "VERDICT_S", 0.0)
-        front.access._verdicts.clear()
-        assert (await front.ask("GET", "/v1/status", reader))[0] == 200
-        await front.server.users.apply_change(lambda users: users.without_user(name))
-        assert (await front.ask("GET", "/v1/status", reader))[0] == 401
+        api.access._verdicts.clear()
+        assert (await api.ask("GET", "/v1/status", reader))[0] == 200
+        await api.server.users.apply_change(lambda users: users.without_user(name))
+        assert (await api.ask("GET", "/v1/status", reader))[0] == 401
 
 
 async def test_known_users_keep_their_verdict_while_the_server_is_away(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(http_access, "VERDICT_S", 0.0)
-    async with a_front(tmp_path, users_of_the_table()) as front:
+    async with a_direct_api(tmp_path, users_of_the_table()) as api:
         reader, other_user = (authorization(name_of(Right.READ, bucket)) for bucket in (OWN, OTHER))
         for header, expected in ((reader, 200), (other_user, 403)):
-            assert (await front.ask("GET", "/v1/status", header))[0] == expected
-        nowhere = attrs.evolve(front.access._address, port=1)
-        front.access._address = nowhere
+            assert (await api.ask("GET", "/v1/status", header))[0] == expected
+        nowhere = attrs.evolve(api.access._address, port=1)
+        api.access._address = nowhere
         for header, expected in ((reader, 200), (other_user, 403)):
-            assert (await front.ask("GET", "/v1/status", header))[0] == expected
+            assert (await api.ask("GET", "/v1/status", header))[0] == expected
         stranger = authorization("bob")
-        status, body = await front.ask("GET", "/v1/status", stranger)
+        status, body = await api.ask("GET", "/v1/status", stranger)
         assert (status, body["error"]["code"]) == (502, "server_failed")
 
 
 class Answers:
-    """Stands in for the server: what it answers next, and how often it was asked.
+    """Takes the place of the server: answers whether a user may read.
 
     Attributes:
-        answer: Whether the user may read, or what is raised.
-        asked: The questions so far.
-        wait: Waited for before each answer.
+        answer: The next answer: whether the user may read, or the error to raise.
+        asked: How many questions were asked.
+        wait: Each question waits for this event before its answer.
     """
 
     def __init__(self) -> None:
@@ -278,7 +280,7 @@ async def check(access: HttpAccess, name: str = "ann", host: str = "10.0.0.9") -
     await access.check(Right.READ, authorization(name), f"{host}:50112")
 
 
-async def test_an_old_verdict_counts_only_while_the_server_is_away_and_not_for_long(
+async def test_an_old_verdict_is_used_only_while_the_server_is_away_and_for_a_limited_time(
     autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     answers = Answers()
@@ -298,7 +300,7 @@ async def test_an_old_verdict_counts_only_while_the_server_is_away_and_not_for_l
         await check(access)
 
 
-async def test_made_up_names_do_not_keep_known_users_from_a_new_verdict(
+async def test_requests_with_invented_names_do_not_delay_new_verdicts_on_known_users(
     autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     answers = Answers()
@@ -312,16 +314,16 @@ async def test_made_up_names_do_not_keep_known_users_from_a_new_verdict(
         for _ in range(10):
             nursery.start_soon(check, access)
         await wait_all_tasks_blocked()
-        # One question about the known user, whose other requests went on at once.
+        # The server is asked once about the known user. Nine of ten requests did not wait for it.
         assert answers.asked == 1 + LOG_INS_MAX + 1
         assert len(nursery.child_tasks) == 11
         answers.wait.set()
 
 
-async def test_a_host_does_not_have_all_turns_of_strangers(
+async def test_the_requests_of_one_host_do_not_take_all_turns_of_unknown_users(
     autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Hosts have their turns one after the other, however many requests each has."""
+    """Hosts take turns, however many requests each host has."""
     answers = Answers()
     access = access_with(answers, monkeypatch)
     names: list[str] = []
@@ -352,7 +354,7 @@ async def test_a_host_does_not_have_all_turns_of_strangers(
     assert not access._new_turns._hosts
 
 
-async def test_an_ipv6_network_is_one_host(
+async def test_the_addresses_of_an_ipv6_network_count_as_one_host(
     autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     answers = Answers()
@@ -366,7 +368,7 @@ async def test_an_ipv6_network_is_one_host(
         answers.wait.set()
 
 
-async def test_only_one_request_finds_out_whether_the_server_is_back(
+async def test_only_one_request_asks_whether_the_server_is_back(
     autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     answers = Answers()
@@ -388,7 +390,7 @@ async def test_only_one_request_finds_out_whether_the_server_is_back(
             await check(access, name)
 
 
-async def test_questions_of_strangers_that_fail_count_against_their_host(
+async def test_failed_questions_about_unknown_users_count_against_their_host(
     autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for failure in (BrokenError("away"), ServerError(Status.TOO_MANY)):
@@ -404,7 +406,7 @@ async def test_questions_of_strangers_that_fail_count_against_their_host(
             await check(access, "made up", "10.0.0.1")
 
 
-async def test_two_addresses_do_not_lock_new_users_out(
+async def test_failed_log_ins_from_two_hosts_do_not_lock_out_new_users(
     autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     answers = Answers()
@@ -421,7 +423,7 @@ async def test_two_addresses_do_not_lock_new_users_out(
     await check(access)
 
 
-async def test_requests_together_ask_once_whether_there_are_users(
+async def test_requests_at_the_same_time_ask_once_whether_the_server_has_users(
     autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     access = HttpAccess(Address.parse("upr://127.0.0.1:1/b"))
@@ -455,7 +457,7 @@ async def test_requests_together_ask_once_whether_there_are_users(
                 nursery.start_soon(check_fails)
 
 
-async def test_no_request_waits_while_it_is_asked_again_whether_there_are_users(
+async def test_no_request_waits_while_the_indexer_asks_again_whether_there_are_users(
     autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     access = HttpAccess(Address.parse("upr://127.0.0.1:1/b"))
@@ -481,7 +483,7 @@ async def test_no_request_waits_while_it_is_asked_again_whether_there_are_users(
             for _ in range(20):
                 await trio.sleep(0.2)
                 assert not await waited_s()
-        # Nobody is asked for nothing.
+        # Without requests the server is not asked.
         await trio.sleep(5)
         assert await waited_s() == pytest.approx(0.3)
         nursery.cancel_scope.cancel()
@@ -491,7 +493,7 @@ async def check_node(access: HttpAccess, name: str = "ann") -> None:
     await access.check_node(authorization(name), "10.0.0.9:50112")
 
 
-async def test_a_known_node_links_while_the_server_hangs_and_not_for_long(
+async def test_a_known_node_may_link_for_a_limited_time_while_the_server_hangs(
     autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     answers = Answers()
@@ -518,7 +520,7 @@ async def test_a_known_node_links_while_the_server_hangs_and_not_for_long(
         await check_node(access, "bob")
 
 
-async def test_a_node_links_while_a_server_without_users_hangs(
+async def test_a_node_may_link_while_a_server_without_users_hangs(
     autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     access = HttpAccess(Address.parse("upr://127.0.0.1:1/b"))
@@ -538,7 +540,7 @@ async def test_a_node_links_while_a_server_without_users_hangs(
         await access.check_node("", "10.0.0.9:50112")
 
 
-async def test_links_that_a_node_opens_together_ask_once(
+async def test_links_that_a_node_opens_at_the_same_time_ask_the_server_once(
     autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     access = access_with(Answers(), monkeypatch)
@@ -566,7 +568,7 @@ async def test_links_that_a_node_opens_together_ask_once(
     ],
     ids=["not allowed", "another password", "several reasons"],
 )
-async def test_what_counts_against_a_known_node(
+async def test_which_answers_refuse_a_known_node(
     autojump_clock: MockClock,
     monkeypatch: pytest.MonkeyPatch,
     answer: bool | BaseException,
@@ -597,16 +599,18 @@ async def test_what_counts_against_a_known_node(
             await check_node(access)
 
 
-async def test_strangers_who_try_passwords_wait_and_lock_nobody_else_out(tmp_path: Path) -> None:
-    async with a_front(tmp_path, users_of_the_table()) as front:
+async def test_wrong_passwords_are_refused_and_lock_out_no_known_user(
+    tmp_path: Path,
+) -> None:
+    async with a_direct_api(tmp_path, users_of_the_table()) as api:
         reader = authorization(name_of(Right.READ, OWN))
-        assert (await front.ask("GET", "/v1/status", reader))[0] == 200
-        failures = front.server.connections.resources.log_ins.failures
+        assert (await api.ask("GET", "/v1/status", reader))[0] == 200
+        failures = api.server.connections.resources.log_ins.failures
         codes: list[int] = []
 
         async def guess(number: int, host: str) -> None:
             header = authorization("bob", f"guess {number}")
-            codes.append((await front.ask("GET", "/v1/status", header, host))[0])
+            codes.append((await api.ask("GET", "/v1/status", header, host))[0])
 
         for number in range(HOST_FAILURES_MAX + 2):
             await guess(number, "10.0.0.1")
@@ -614,25 +618,25 @@ async def test_strangers_who_try_passwords_wait_and_lock_nobody_else_out(tmp_pat
         async with trio.open_nursery() as nursery:
             for number in range(50):
                 nursery.start_soon(guess, number, f"10.0.1.{number}")
-        # The server does not yet refuse what comes from the indexer's host.
+        # The server does not yet refuse log-ins from the indexer's host.
         assert FAILURES_MAX <= failures.failure_count < 10
         assert failures.refusal_count == 0
-        front.access._verdicts.update(
+        api.access._verdicts.update(
             {
                 key: attrs.evolve(verdict, answered_at=verdict.answered_at - http_access.VERDICT_S)
-                for key, verdict in front.access._verdicts.items()
+                for key, verdict in api.access._verdicts.items()
             }
         )
-        assert (await front.ask("GET", "/v1/status", reader))[0] == 200
+        assert (await api.ask("GET", "/v1/status", reader))[0] == 200
 
 
-async def test_headers_that_say_nothing(tmp_path: Path) -> None:
-    async with a_front(tmp_path) as front:
+async def test_headers_without_credentials_are_refused(tmp_path: Path) -> None:
+    async with a_direct_api(tmp_path) as api:
         for header in ("Bearer x", "Basic", "Basic ?", "Basic " + b64encode(b"bob").decode()):
-            status, body = await front.ask("GET", "/v1/status", header)
+            status, body = await api.ask("GET", "/v1/status", header)
             assert (status, body["error"]["code"]) == (401, "log_in_needed"), header
-        # A name that no server takes.
-        assert (await front.ask("GET", "/v1/status", authorization("a\x00b")))[0] == 401
+        # No server accepts this user name.
+        assert (await api.ask("GET", "/v1/status", authorization("a\x00b")))[0] == 401
 
 
 async def test_upr_index_and_the_client_log_in(
@@ -670,7 +674,7 @@ async def test_upr_index_and_the_client_log_in(
         assert await trio.to_thread.run_sync(refusal, wrong) == "log_in_needed"
 
 
-def test_a_password_goes_over_no_link_in_the_clear() -> None:
+def test_the_client_sends_no_password_over_an_unencrypted_connection() -> None:
     security = Security(credentials=Credentials("bob", PASSWORD))
     with pytest.raises(ValueError, match="would read the password"):
         IndexClient("http://indexer.example:12080", security)

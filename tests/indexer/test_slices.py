@@ -1,4 +1,4 @@
-"""Indexes that are divided into slices, in one process."""
+"""Indexes that are divided into slices, all in one process."""
 
 from __future__ import annotations
 
@@ -98,12 +98,12 @@ def rows_of(page: object) -> list[Row]:
     return [Row(e.key, e.id, e.included) for e in page.entries]  # type: ignore[attr-defined]
 
 
-async def test_an_answer_is_of_all_slices(indexer: Indexer) -> None:
+async def test_an_answer_has_the_entries_of_all_slices(indexer: Indexer) -> None:
     await check_answers(indexer)
     assert not any(len(part.moments) for part in indexer.slices)
 
 
-async def test_an_answer_is_of_all_workers(indexer_of_workers: Indexer) -> None:
+async def test_an_answer_has_the_entries_of_all_workers(indexer_of_workers: Indexer) -> None:
     await check_answers(indexer_of_workers)
     assert (await indexer_of_workers.statistics())["moments"] == 0
 
@@ -134,7 +134,7 @@ async def check_answers(indexer: Indexer) -> None:
 async def test_the_bounds_of_a_long_query_are_counted_in_a_thread(
     indexer: Indexer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """To count 32,000 values takes 15 ms, and each slice and each step of a scan asks for it."""
+    """To count 32,000 values takes 15 ms, and each slice counts them in each step of a scan."""
     loop_thread, counted_in_loop, size_of = get_ident(), 0, query_module._size_of
 
     def counted_size_of(key: list[Any], size_max: int) -> tuple[int, int]:
@@ -148,10 +148,10 @@ async def test_the_bounds_of_a_long_query_are_counted_in_a_thread(
     assert counted_in_loop < 100
 
 
-async def test_the_first_page_tells_how_a_count_is_as_fresh_as_asked(
+async def test_the_explanation_of_a_count_says_how_its_first_page_got_fresh(
     indexer: Indexer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Beginnings of keys are counted page by page. The later pages only name the moment."""
+    """Different beginnings of keys are counted page by page. Later pages only name the moment."""
     monkeypatch.setattr("upr_server.indexer.merge.LIMIT_MAX", 2)
     query = Query(consistency="now", count=True, distinct=1, explain=True)
     counted = await ask(indexer, "d/city", query)
@@ -161,7 +161,7 @@ async def test_the_first_page_tells_how_a_count_is_as_fresh_as_asked(
     assert "barrier" in [wait.reason for wait in counted.explanation.waits]
 
 
-async def test_a_moment_is_of_all_slices(server: Server, indexer: Indexer) -> None:
+async def test_all_slices_hold_a_moment_and_release_it(server: Server, indexer: Indexer) -> None:
     rows = index_rows(CITY, CONTENTS)
     page = await ask(indexer, "d/city", Query(consistency="now", limit=20, hold_s=60))
     assert [len(part.moments) for part in indexer.slices] == [1, 1, 1]
@@ -182,7 +182,7 @@ async def test_a_moment_is_of_all_slices(server: Server, indexer: Indexer) -> No
             await ask(indexer, "d/city", Query(moment=token))
 
 
-async def test_a_moment_that_one_slice_cannot_hold_is_held_by_none(
+async def test_all_slices_release_a_moment_that_one_slice_has_lost(
     indexer: Indexer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     page = await ask(indexer, "d/city", Query(hold_s=60))
@@ -191,16 +191,16 @@ async def test_a_moment_that_one_slice_cannot_hold_is_held_by_none(
         await ask(indexer, "d/city", Query(hold_s=60, moment=page.moment))
     with pytest.raises(MomentGoneError):
         await indexer.scanner.release(page.moment)
-    # Those that had it have let it go.
+    # The slices that held the moment have released it.
     assert not any(len(part.moments) for part in indexer.slices)
 
 
-async def test_no_answer_comes_from_a_part_of_the_slices(indexer: Indexer) -> None:
+async def test_a_scan_fails_while_one_slice_builds_the_index(indexer: Indexer) -> None:
     file = indexer.slices[2].definitions.find(name_of("d/city")).file
     file._is_built = False
     with pytest.raises(BuildingError):
         await ask(indexer, "d/city", Query(hold_s=60))
-    # Those that had an answer hold no moment for it.
+    # The slices that had answered hold no moment.
     await trio.testing.wait_all_tasks_blocked()
     assert not any(len(part.moments) for part in indexer.slices)
     status = await indexer.scanner.status(name_of("d/city"))
@@ -208,7 +208,7 @@ async def test_no_answer_comes_from_a_part_of_the_slices(indexer: Indexer) -> No
     assert [part.state for part in status.slices] == ["ready", "ready", "building"]
     assert sum(part.entries for part in status.slices) == status.entries == len(CONTENTS)
     file._is_built = True
-    # A slice that has yet to hear of another definition.
+    # This slice has not received the new definition yet.
     indexer.slices[0].definitions.find(name_of("d/city")).definition = IndexDefinition(("n",))
     with pytest.raises(BuildingError):
         await scan(indexer, "d/city")
@@ -217,13 +217,13 @@ async def test_no_answer_comes_from_a_part_of_the_slices(indexer: Indexer) -> No
 async def test_indexes_are_built_again_when_the_number_of_slices_changes(
     server: Server, tmp_path: Path
 ) -> None:
-    # What an earlier version has left.
+    # An earlier version left these files.
     for folder in ("indexes/old", "catalog"):
         (tmp_path / folder).mkdir(parents=True)
     for file in ("ring", "catalog/data.mdb"):
         (tmp_path / file).touch()
     expected = by_brute_force(CITY, CONTENTS)
-    # In the end there are more slices than partitions.
+    # The last time there are more slices than partitions.
     for slices in (2, 2, PARTITIONS + 1):
         with structlog.testing.capture_logs() as logs:
             async with an_indexer(server.url("b"), tmp_path, slices=slices) as indexer:
@@ -242,7 +242,7 @@ async def test_indexes_are_built_again_when_the_number_of_slices_changes(
         }
 
 
-async def test_what_is_not_an_indexers_stays_in_its_directory(tmp_path: Path) -> None:
+async def test_files_that_are_not_the_indexers_stay_in_its_directory(tmp_path: Path) -> None:
     names = {"catalog", "indexes", "ring", "ringtones", "slice-of-life", "slice-1-of-2"}
     for name in names:
         (tmp_path / name).mkdir()
@@ -254,10 +254,10 @@ async def test_what_is_not_an_indexers_stays_in_its_directory(tmp_path: Path) ->
     assert set(os.listdir(tmp_path)) == names - {"slice-1-of-2"}
 
 
-async def test_a_removal_that_is_interrupted_goes_on_at_the_next_start(
+async def test_an_interrupted_removal_of_a_slice_goes_on_at_the_next_start(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """If the lock was removed first, the rest took the disk's space for good."""
+    """Without the lock, later starts did not remove the other files."""
     folder = tmp_path / "slice-0-of-2"
     (folder / "indexes").mkdir(parents=True)
     for name in ("lock", "ring", "indexes/data.mdb"):
@@ -275,10 +275,10 @@ async def test_a_removal_that_is_interrupted_goes_on_at_the_next_start(
     assert not folder.exists()
 
 
-async def test_workers_say_what_a_slice_in_this_process_would(
+async def test_workers_answer_as_a_slice_in_this_process_does(
     server: Server, indexer_of_workers: Indexer
 ) -> None:
-    """Errors, moments, numbers that are too large for MessagePack, figures."""
+    """They pass on errors, moments, statistics, and numbers that are too large for MessagePack."""
     indexer = indexer_of_workers
     with pytest.raises(MomentGoneError, match="is not held"):
         await ask(indexer, "d/city", Query(moment="x.y.z"))
@@ -297,7 +297,7 @@ async def test_workers_say_what_a_slice_in_this_process_would(
     assert (status.state, status.entries, status.behind) == ("ready", len(CONTENTS), 0)
     holder = indexer.holders[1]
     assert isinstance(holder, WorkerProcess)
-    # What the workers do not know is an error, and ends nothing.
+    # An unexpected query raises an error, and the workers go on.
     with pytest.raises(UprError, match="the indexer failed"):
         await holder.scan(SliceScan(name_of("d/city"), CITY, Query(distinct=-1), 0))
     assert len(await scan(indexer, "d/city")) == len(CONTENTS)
@@ -310,7 +310,7 @@ async def test_a_worker_that_cannot_go_on_ends_the_indexer(tmp_path: Path) -> No
 
 
 async def lose_the_bucket(url: str, data_dir: Path, client: Client) -> None:
-    """Runs an indexer until its bucket is gone."""
+    """Runs an indexer and deletes its bucket."""
     make_holder = workers_in_the_loop(url, data_dir)
     try:
         async with an_indexer(url, data_dir, slices=2, make_holder=make_holder) as indexer:
@@ -322,11 +322,11 @@ async def lose_the_bucket(url: str, data_dir: Path, client: Client) -> None:
             await client.delete_bucket("b")
             await trio.sleep_forever()
     except BaseExceptionGroup as failures:
-        # Both workers tell of it.
+        # Both workers report the error.
         raise first_failure(failures) from failures
 
 
-async def test_a_worker_that_hangs_or_ends_is_missed_and_replaced(
+async def test_a_worker_that_hangs_is_reported_as_missing_and_replaced(
     server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(slice_link, "HANG_S", 0.1)
@@ -360,7 +360,7 @@ async def test_a_worker_that_hangs_or_ends_is_missed_and_replaced(
 
         monkeypatch.setattr(holder, "_start_worker", start_later)
         with structlog.testing.capture_logs() as logs, monkeypatch.context() as patch:
-            # Nothing that it is sent arrives.
+            # Messages to the worker are lost.
             patch.setattr(first_frames, "queue_message", lambda _message: trio.Event())
             patch.delattr(holder, "_ping_link")
             with pytest.raises(SliceMissingError, match="slice 1 of 2 does not run"):
@@ -377,7 +377,7 @@ async def test_a_worker_that_hangs_or_ends_is_missed_and_replaced(
 
 
 class NoListener:
-    """Hears of slices, and does nothing."""
+    """A listener that ignores what slices report."""
 
     def slice_restarted(self, index: int) -> None:
         pass
@@ -386,7 +386,7 @@ class NoListener:
         pass
 
 
-async def test_workers_that_all_fail_are_started_less_and_less_often(
+async def test_the_pause_before_a_restart_grows_while_workers_fail(
     autojump_clock: trio.testing.MockClock,
 ) -> None:
     starts = []
@@ -416,7 +416,7 @@ async def test_workers_that_all_fail_are_started_less_and_less_often(
 async def test_a_worker_that_cannot_be_started_is_tried_again(
     autojump_clock: trio.testing.MockClock,
 ) -> None:
-    """It ended the indexer."""
+    """The error from the operating system does not end the indexer."""
     starts = []
 
     @asynccontextmanager
@@ -433,13 +433,13 @@ async def test_a_worker_that_cannot_be_started_is_tried_again(
     assert starts == pytest.approx([0, 0.5, 1.5, 3.5])
 
 
-async def test_a_worker_ends_where_the_indexer_ends_before_it_has_spoken() -> None:
+async def test_a_worker_ends_if_the_indexer_ends_before_its_first_message() -> None:
     stream, worker_stream = trio.testing.memory_stream_pair()
     await stream.aclose()
     await serve_slice(worker_stream, lambda _config: None)
 
 
-async def test_a_worker_may_take_long_to_start(
+async def test_a_worker_has_a_minute_to_start(
     autojump_clock: trio.testing.MockClock,
 ) -> None:
     starts = []
@@ -456,7 +456,7 @@ async def test_a_worker_may_take_long_to_start(
     assert starts == pytest.approx([0, 60.5])
 
 
-async def test_an_indexer_that_starts_does_not_say_that_there_is_no_index() -> None:
+async def test_a_starting_indexer_does_not_say_that_an_index_does_not_exist() -> None:
     holders = [WorkerProcess(SliceId(part, 2), config=b"", pool_bytes=1) for part in range(2)]
     designs = Designs(Address.parse("upr://h/b"), "indexer", holders)
     designs.catalog_read(0, CatalogReport({}, 0))
@@ -466,7 +466,7 @@ async def test_an_indexer_that_starts_does_not_say_that_there_is_no_index() -> N
     async with trio.open_nursery() as nursery:
         await designs._reconcile(nursery)
         nursery.cancel_scope.cancel()
-    # They may have yet to read the document: a folder may be empty.
+    # The folders may be empty, so the slices may not have read the document yet.
     designs._whole_at[0] = 0
     with pytest.raises(SliceMissingError, match="slice 1 of 2 has yet to say whether there are m"):
         designs.find(name_of("d/city"))
@@ -476,26 +476,26 @@ async def test_an_indexer_that_starts_does_not_say_that_there_is_no_index() -> N
         nursery.cancel_scope.cancel()
     with pytest.raises(NoIndexError):
         designs.find(name_of("d/city"))
-    # A rollback loses no definition that was there.
+    # Definitions that were there before a rollback are still known.
     designs.catalog_read(1, CatalogReport({}, 1))
     with pytest.raises(NoIndexError):
         designs.find(name_of("d/city"))
 
 
 def a_design(index_count: int) -> bytes:
-    """The text of a design document with so many indexes."""
+    """The text of a design document with `index_count` indexes."""
     indexes = {f"i{number}": {"key": ["city"]} for number in range(index_count)}
     return msgspec.json.encode({"indexes": indexes})
 
 
-async def test_more_indexes_than_a_slice_can_open_are_a_mistake(
+async def test_designs_with_more_indexes_than_a_slice_can_open_are_refused(
     autojump_clock: trio.testing.MockClock,
 ) -> None:
     holder = WorkerProcess(SliceId(), config=b"", pool_bytes=1)
     designs = Designs(Address.parse("upr://h/b"), "indexer", [holder])
 
     async def read(texts: dict[str, bytes], *, is_whole: bool = True) -> set[str]:
-        """The designs that have indexes once a catalog has these texts."""
+        """The designs that have indexes when a catalog has these texts."""
         designs.catalog_read(0, CatalogReport(texts, 0))
         designs._whole_at[0] = 0 if is_whole else 1
         async with trio.open_nursery() as nursery:
@@ -506,20 +506,20 @@ async def test_more_indexes_than_a_slice_can_open_are_a_mistake(
 
     texts = {name: a_design(64) for name in ("b", "c", "d", "e")}
     assert await read(texts) == set(texts)
-    # A new one does not take the place of others, and is refused before it is written.
+    # A new design does not replace others, and is refused before it is written.
     assert await read({"a": a_design(1), **texts}) == set(texts)
     sentence = "1 indexes beside the 256 of other designs; all together may have 256"
     assert designs.mistakes == {"a": f"indexes: {sentence}"}
     with pytest.raises(DefinitionError, match=sentence):
         await designs.create("a", a_design(1))
-    # Those that a catalog lacks for a while count as long as they are kept.
+    # Designs that a catalog lacks for a while are kept, and count.
     assert await read({"a": a_design(64)}, is_whole=False) == set(texts)
     assert await read({"a": a_design(64)}) == {"a"}
     assert not designs.mistakes
 
 
-async def test_few_documents_are_parsed_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The event loop shares the interpreter with the threads that parse."""
+async def test_at_most_two_documents_are_parsed_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The event loop and the threads that parse share the interpreter."""
     under_way = Semaphore(0)
     may_end = Event()
     started_count = 0
@@ -551,10 +551,10 @@ async def test_few_documents_are_parsed_at_once(monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.parametrize("way", ["written", "streamed"])
-async def test_a_stop_does_not_wait_for_a_document_that_is_parsed(
+async def test_a_stop_does_not_wait_until_a_document_is_parsed(
     way: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It takes 15 s for the longest, and a minute for all."""
+    """The longest document takes 15 s to parse, and all of them a minute."""
     has_begun, has_ended, may_end = Event(), Event(), Event()
 
     def parse(name: str, text: bytes) -> None:
@@ -583,7 +583,7 @@ async def test_a_stop_does_not_wait_for_a_document_that_is_parsed(
     may_end.set()
 
 
-async def test_a_slice_that_has_too_much_to_do_is_asked_again_what_it_has(
+async def test_an_overloaded_slice_is_asked_again_whether_its_catalog_is_current(
     autojump_clock: trio.testing.MockClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     holder = WorkerProcess(SliceId(), config=b"", pool_bytes=1)
@@ -607,7 +607,7 @@ async def overloaded(*_args: object) -> None:
     raise OverloadedError("no memory")
 
 
-async def test_a_moment_that_cannot_be_let_go_does_not_hide_the_error(
+async def test_a_failed_release_of_a_moment_does_not_hide_the_first_error(
     indexer: Indexer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first, second, third = indexer.slices
@@ -632,11 +632,11 @@ async def test_a_moment_that_cannot_be_let_go_does_not_hide_the_error(
     assert not len(second.moments)
 
 
-async def test_the_moments_of_slices_that_hang_are_let_go_at_once(
+async def test_the_moments_of_all_slices_are_released_at_the_same_time(
     indexer: Indexer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One after the other they would hold up the error, and a client that leaves, by a second
-    each."""
+    """If they were released one after the other, each would delay the error, and a client that
+    disconnects, by a second."""
     *answering, third = indexer.slices
     answers, letting_go, are_all = list[SliceAnswer](), list[str](), trio.Event()
     released = list[str]()
@@ -671,7 +671,7 @@ async def test_the_moments_of_slices_that_hang_are_let_go_at_once(
     assert sorted(released) == sorted(answer.moment for answer in answers)
 
 
-async def test_figures_of_an_indexer_whose_slice_has_no_memory(
+async def test_statistics_say_which_slice_has_no_memory(
     indexer: Indexer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(indexer.slices[0], "statistics", overloaded)
@@ -684,12 +684,12 @@ async def test_figures_of_an_indexer_whose_slice_has_no_memory(
     }
 
 
-async def test_figures_of_an_indexer_whose_slices_do_not_answer(
+async def test_statistics_say_which_slices_do_not_answer(
     autojump_clock: trio.testing.MockClock,
     indexer: Indexer,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """They are asked together, and the others' figures come all the same."""
+    """All slices are asked at once. The answer has the figures of the slices that do answer."""
     for part in indexer.slices[:2]:
         monkeypatch.setattr(part, "statistics", trio.sleep_forever)
     began = trio.current_time()
@@ -704,7 +704,7 @@ async def test_figures_of_an_indexer_whose_slices_do_not_answer(
     assert figures["moments"] == answering_slice["moments"]
 
 
-async def test_an_index_that_gets_another_definition_during_a_scan_is_being_built(
+async def test_a_scan_says_that_an_index_is_being_built_if_its_definition_changes_meanwhile(
     indexer: Indexer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first, *_ = indexer.slices
@@ -721,7 +721,7 @@ async def test_an_index_that_gets_another_definition_during_a_scan_is_being_buil
 
 
 class SlowCounter:
-    """A slice elsewhere that counts for a minute."""
+    """A slice of another process that counts for a minute."""
 
     heard_at = 0.0
 
@@ -741,11 +741,11 @@ class SlowCounter:
         )
 
 
-async def test_a_count_may_take_longer_than_the_index_to_be_fresh(
+async def test_a_count_may_take_longer_than_the_timeout_for_a_fresh_index(
     autojump_clock: trio.testing.MockClock,
 ) -> None:
-    """With several workers a count of more entries than fit in 12 s was refused, each time again,
-    as if a slice were missing."""
+    """Otherwise a count that takes longer than 12 s would always be refused as if a slice were
+    missing."""
     address, holders = Address.parse("upr://h/b"), [SlowCounter(0), SlowCounter(1)]
     designs = Designs(address, "indexer", cast("Any", holders))
     designs._definitions = {name_of("d/city"): CITY}

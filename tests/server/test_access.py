@@ -1,4 +1,4 @@
-"""What each message needs, and what becomes of those who may not send it."""
+"""Which right each message needs, and how the server refuses a user who does not have it."""
 
 from __future__ import annotations
 
@@ -92,8 +92,8 @@ USER = "bob"
 ROLE = "role"
 ADMIN = User("ada", None, (Grant(Right.SECURE, EVERYTHING),))
 
-# Every message that a client may send, with the rights of which one is enough, written by hand. A
-# message without a line here fails a test.
+# Every message that a client may send, and the rights for it, written by hand. One of the rights is
+# enough. A test fails if a message has no line.
 TABLE: Final = """
     Hello                anybody
     StartLogIn                anybody
@@ -128,7 +128,7 @@ TABLE: Final = """
     GetUsers             replicate
 """
 
-# Those for which the right on some of the bucket's keys is enough.
+# The messages for which a right on some of the bucket's keys is enough.
 TABLE_OF_SOME_KEYS: Final = """
     Open      read write
     GetMap    read write
@@ -152,7 +152,7 @@ OF_SOME_KEYS: Final = of_lines(TABLE_OF_SOME_KEYS)
 
 
 def sample(name: str, bucket: str) -> Message:
-    """The message of a line, about `bucket` if it names one."""
+    """A message of the kind that a line of the table names. If it names a bucket: `bucket`."""
     by_name: dict[str, Message] = {
         "Open": Open(bucket, opaque=1),
         "GetMap": GetMap(bucket, opaque=1),
@@ -176,11 +176,11 @@ def sample(name: str, bucket: str) -> Message:
 
 
 def access_of(*grants: Grant, bucket: str = OWN, by_role: bool = False) -> Access:
-    """What bob may do, who has these grants of his own or by a role."""
+    """The access of bob, who has these grants himself or through a role."""
     store = UserStore(SimulatedStore())
     roles = {ROLE: UserRole(ROLE, grants)} if by_role else {}
     bob = User(USER, None, () if by_role else grants, roles=tuple(roles))
-    # Not checked: this tries `secure` on one bucket, too, which nobody can be granted.
+    # Without a check of the grants: some tests try `secure` on one bucket, which is never granted.
     store.users = Users(1, {ADMIN.name: ADMIN, USER: bob}, roles=roles)
     access = Access(store)
     access.user_name = USER
@@ -211,11 +211,11 @@ def test_a_message_needs_one_of_its_rights_on_its_bucket(
     needed = ALLOWED[name]
     expected = ANYBODY in needed or right.value in needed
     message = sample(name, OWN)
-    # What is about the whole cluster needs the right on everything.
+    # Messages about the whole cluster need the right on everything.
     for pattern in (EVERYTHING,) if name in OF_CLUSTER else (OWN, EVERYTHING, "o*"):
         access = access_of(Grant(right, pattern), by_role=by_role)
         assert is_allowed(access, message) == expected
-    # The right on another bucket is worth nothing here.
+    # A right on another bucket allows nothing in this one.
     access = access_of(Grant(right, OTHER), by_role=by_role)
     assert is_allowed(access, message) == (ANYBODY in needed)
 
@@ -223,7 +223,7 @@ def test_a_message_needs_one_of_its_rights_on_its_bucket(
 @pytest.mark.parametrize("name", ALLOWED)
 @pytest.mark.parametrize("right", [Right.READ, Right.WRITE])
 def test_a_right_on_some_keys_is_enough_for_some_messages(name: str, right: Right) -> None:
-    """The keys of `Get` and `Mutate` are looked at besides: see test_key_rights.py."""
+    """The server also checks the keys of `Get` and `Mutate`: see test_key_rights.py."""
     kind = name.partition("/")[0]
     expected = ANYBODY in ALLOWED[name] or right.value in OF_SOME_KEYS.get(kind, ())
     message = sample(name, OWN)
@@ -233,8 +233,8 @@ def test_a_right_on_some_keys_is_enough_for_some_messages(name: str, right: Righ
     assert is_allowed(access, message) == (ANYBODY in ALLOWED[name])
 
 
-def test_every_message_that_names_keys_has_them_looked_at() -> None:
-    """The others that a right on some keys is enough for have no key."""
+def test_the_messages_whose_keys_the_server_checks_are_get_and_mutate() -> None:
+    """The other messages for which a right on some keys is enough have no keys."""
     kinds = {kind for kind in MESSAGES.values() if kind.sender & Role.CLIENT}
     of_keys = {
         kind.__name__
@@ -245,7 +245,7 @@ def test_every_message_that_names_keys_has_them_looked_at() -> None:
 
 
 @pytest.mark.parametrize("name", ALLOWED)
-def test_nobody_may_do_what_is_not_granted(name: str) -> None:
+def test_a_user_without_a_grant_may_not_send_a_message_that_needs_a_right(name: str) -> None:
     message = sample(name, OWN)
     is_free = ANYBODY in ALLOWED[name]
     assert is_allowed(access_of(), message) == is_free
@@ -262,18 +262,18 @@ def test_nobody_may_do_what_is_not_granted(name: str) -> None:
 @pytest.mark.parametrize(
     "name", ["Open", "GetMap", "CreateBucket", "DeleteBucket", "Stats", "Join", "SetMap"]
 )
-def test_a_message_about_another_bucket_needs_the_right_there(name: str) -> None:
+def test_a_message_about_another_bucket_needs_the_right_on_that_bucket(name: str) -> None:
     for right in Right:
         access = access_of(Grant(right, OWN))
         assert not is_allowed(access, sample(name, OTHER))
 
 
 @pytest.mark.parametrize("name", OF_CLUSTER)
-def test_users_are_of_the_whole_cluster(name: str) -> None:
+def test_a_message_about_users_needs_a_right_on_everything(name: str) -> None:
     assert not is_allowed(access_of(*(Grant(right, "o*") for right in Right)), sample(name, OWN))
 
 
-def test_the_figures_of_the_server_are_for_operators_of_everything() -> None:
+def test_statistics_of_the_server_need_the_right_to_operate_everything() -> None:
     assert not is_allowed(access_of(Grant(Right.OPERATE, OWN)), Stats(SERVER, opaque=1))
     assert is_allowed(access_of(Grant(Right.OPERATE, EVERYTHING)), Stats(SERVER, opaque=1))
 
@@ -284,7 +284,7 @@ def test_every_logged_in_user_may_ask_for_the_name_of_the_node() -> None:
 
 @pytest.mark.parametrize("name", ["bucket", r"b\u0075cket"])
 @pytest.mark.parametrize("is_first", [True, False])
-def test_a_map_that_names_two_buckets_needs_the_right_on_the_one_that_counts(
+def test_a_map_that_names_two_buckets_needs_the_right_on_the_last_one(
     name: str, is_first: bool
 ) -> None:
     document = PartitionMap.of_one_node(OWN, 1, "node", "host:1").encode()
@@ -302,7 +302,7 @@ def test_an_invalid_map_is_refused_before_anything_is_looked_up() -> None:
     assert refusal.value.status is Status.BAD_ARGUMENT
 
 
-def test_without_users_everything_is_allowed() -> None:
+def test_without_users_every_message_is_allowed() -> None:
     access = Access(UserStore(SimulatedStore()))
     access.set_bucket(OWN)
     for name in ALLOWED:
@@ -310,7 +310,7 @@ def test_without_users_everything_is_allowed() -> None:
     assert not access.is_lost
 
 
-def test_a_refusal_says_what_is_missing() -> None:
+def test_a_refusal_names_the_missing_right() -> None:
     with pytest.raises(ServerError) as refusal:
         access_of().check_message(sample("Get", OWN))
     assert str(refusal.value) == (
@@ -329,7 +329,7 @@ def test_a_refusal_says_that_a_right_on_some_keys_is_not_enough() -> None:
 
 @asynccontextmanager
 async def logged_in(*grants: Grant) -> AsyncIterator[tuple[Server, Peer]]:
-    """A server with bucket `b`, and a connection of user bob, who has these grants."""
+    """A server with a bucket `b`, and a connection of the user bob, who has these grants."""
     server = make_server()
     async with connected(server) as peer:
         # Before there are users, nobody has to log in.
@@ -354,10 +354,10 @@ async def revoke(server: Server, *grants: Grant) -> None:
     await server.users.apply_change(lambda users: users.revoking(USER, grants))
 
 
-async def test_a_reader_reads_and_does_not_write() -> None:
+async def test_a_user_with_the_right_to_read_may_not_write() -> None:
     async with logged_in(reading()) as (_, peer):
         await peer.open()
-        # Once alone, and once as several that are joined.
+        # One request alone, and then several that the server handles together.
         for count in (1, 3):
             requests = [
                 Mutate(Bundle.of_one_run(P0, sets(b"k%d" % number)), opaque=peer.opaque())
@@ -372,8 +372,8 @@ async def test_a_reader_reads_and_does_not_write() -> None:
 
 
 async def test_a_user_who_may_not_write_is_refused_at_each_attempt() -> None:
-    """What is refused has spent credit. Without any, a client would wait for it, and take the
-    bucket for full; and it would not write when it may."""
+    """A refused request has used credit, which the server grants again. Otherwise the client would
+    wait for credit as if the bucket were full, also after it gets the right."""
     async with logged_in(reading()) as (server, peer):
         await peer.open()
         (connection,) = server.connections.connections
@@ -383,7 +383,7 @@ async def test_a_user_who_may_not_write_is_refused_at_each_attempt() -> None:
             assert (await peer.receive(Refusal)).status == Status.NOT_ALLOWED
             await peer.receive(Credit)
             assert peer.session.credit.remaining_bytes == CREDIT_BYTES_MIN
-        # It has no part of what those who write share.
+        # The connection takes no part of the credit that writers share.
         bucket = server.catalog.bucket("b")
         shares = server.connections.resources.credit_shares
         assert shares.share(bucket, connection.context.credit) == CREDIT_BYTES_MIN
@@ -396,7 +396,7 @@ async def test_a_user_who_may_not_write_is_refused_at_each_attempt() -> None:
     [
         (("write",), (b"a", b"b"), True),
         (("write",), (b"a", b"_design/b"), False),
-        # The bytes are there, and none of the keys begins with them.
+        # The bytes of the prefix are in the column of keys, but no key begins with them.
         (("write",), (b"_des", b"ign/b"), True),
         (("write",), (b"a_design/b",), True),
         (("index",), (b"_design/a", b"_design/b"), True),
@@ -406,7 +406,7 @@ async def test_a_user_who_may_not_write_is_refused_at_each_attempt() -> None:
         (("read",), (b"a",), False),
     ],
 )
-async def test_design_documents_have_a_right_of_their_own(
+async def test_a_write_of_design_documents_needs_the_right_index(
     rights: tuple[str, ...], keys: tuple[bytes, ...], is_allowed: bool
 ) -> None:
     async with logged_in(*(Grant(Right(right), "b") for right in rights)) as (server, peer):
@@ -420,7 +420,7 @@ async def test_design_documents_have_a_right_of_their_own(
         assert server.catalog.bucket("b").partitions[0].high_seq == len(keys) * is_allowed
 
 
-async def test_a_writer_writes_and_does_not_read() -> None:
+async def test_a_user_with_the_right_to_write_may_not_read() -> None:
     async with logged_in(writing()) as (_, peer):
         await peer.open()
         assert not (await peer.mutate(sets(b"k"))).status
@@ -434,7 +434,7 @@ async def test_a_writer_writes_and_does_not_read() -> None:
         assert (await peer.ask(with_answers=True)).status == Status.NOT_ALLOWED
 
 
-async def test_a_bucket_that_a_user_may_not_use_is_not_told_from_one_that_is_missing() -> None:
+async def test_a_refusal_does_not_say_whether_the_bucket_exists() -> None:
     async with logged_in(Grant(Right.READ, "c")) as (_, peer):
         await peer.send()
         await peer.receive(HelloReply)
@@ -449,19 +449,19 @@ async def test_a_bucket_that_a_user_may_not_use_is_not_told_from_one_that_is_mis
         assert not (await peer.receive(ListBucketsReply)).buckets
 
 
-async def test_reports_of_replicas_count_from_replicas_only() -> None:
+async def test_the_server_ignores_replica_reports_of_a_user_without_the_right() -> None:
     async with logged_in(reading(), writing()) as (server, peer):
         await peer.open()
         await peer.mutate(sets(b"k"))
         await peer.send(ReplicaAck(((P0, HistoryId(1), SeqNo(1), SeqNo(1)),)))
-        # It has no answer; the next request is answered as if it had not come.
+        # The report has no answer. The next request is answered as usual.
         await peer.send(Get((b"k",), partition=P0, opaque=peer.opaque()))
         await peer.receive(GetReply)
         partition = server.catalog.bucket("b").partitions[0]
         assert not len(partition.replicas)
 
 
-async def test_taking_the_right_to_read_ends_the_streams_that_lived_by_it(
+async def test_revoking_the_right_to_read_ends_the_users_streams(
     autojump_clock: trio.testing.MockClock,
 ) -> None:
     async with logged_in(reading(), writing()) as (server, peer):
@@ -474,15 +474,15 @@ async def test_taking_the_right_to_read_ends_the_streams_that_lived_by_it(
         await revoke(server, reading())
         assert (await peer.receive(StreamEnd)).status == Status.RIGHT_REVOKED
         assert trio.current_time() - began < 1
-        # The connection goes on with the right that is left.
+        # The connection goes on with its other right.
         assert not (await peer.mutate(sets(b"k2"))).status
         await revoke(server, writing())
         await peer.send(Mutate(Bundle.of_one_run(P0, sets(b"k3")), opaque=peer.opaque()))
         assert (await peer.receive(Refusal)).status == Status.NOT_ALLOWED
 
 
-async def test_taking_the_right_to_read_ends_many_streams_in_steps() -> None:
-    """What needs the right is refused from the first step on."""
+async def test_revoking_the_right_to_read_ends_many_streams_in_steps() -> None:
+    """Requests that need the right are refused from the first step on."""
     on_wide = Grant(Right.READ, "wide")
     async with logged_in(on_wide) as (server, peer):
         await server.catalog.create_bucket("wide", 3 * STEP_STREAMS, 8 * 1024 * 1024)
@@ -505,10 +505,10 @@ async def test_taking_the_right_to_read_ends_many_streams_in_steps() -> None:
         assert not list(server.connections._apply_rights()), "nothing changed since"
 
 
-async def test_rights_of_many_connections_are_looked_up_in_slices(
+async def test_the_rights_of_many_connections_are_checked_in_slices_of_time(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A connection whose turn has not come may begin nothing more, and its streams end then."""
+    """The streams of a connection end when its turn comes. Its requests are refused before that."""
     monkeypatch.setattr(net_server, "SLICE_S", -1.0)
     server = make_server()
     async with connected(server) as first_peer, connected(server) as peer:
@@ -523,7 +523,7 @@ async def test_rights_of_many_connections_are_looked_up_in_slices(
         await server.users.apply_change(lambda users: users.with_user(ADMIN).with_user(bob))
         server.users.users = server.users.users.revoking(USER, (reading(),))
         steps = server.connections._apply_rights()
-        # A slice may be used up before the first connection.
+        # A slice of time may end before the first connection.
         next(steps)
         next(steps)
         assert (len(first.session.streams), len(second.session.streams)) == (0, 1)
@@ -535,7 +535,7 @@ async def test_rights_of_many_connections_are_looked_up_in_slices(
         assert (await peer.receive(StreamEnd)).status == Status.RIGHT_REVOKED
 
 
-async def test_a_request_that_waits_behind_others_needs_its_right_when_its_turn_comes() -> None:
+async def test_a_waiting_request_needs_its_right_when_its_turn_comes() -> None:
     operating, notes = Grant(Right.OPERATE, EVERYTHING), AuditNotes()
     async with logged_in(operating) as (server, peer):
         (connection,) = server.connections.connections
@@ -547,7 +547,7 @@ async def test_a_request_that_waits_behind_others_needs_its_right_when_its_turn_
                 await peer.send(CreateBucket(name, 1, opaque=peer.opaque()))
             await trio.testing.wait_all_tasks_blocked()
             await revoke(server, operating)
-        # One had begun; the other had not.
+        # The first request had begun. The second one had not.
         await peer.receive(BucketDone)
         assert (await peer.receive(Refusal)).status == Status.NOT_ALLOWED
         assert [bucket.name for bucket in server.catalog.buckets] == ["b", "c"]
@@ -555,7 +555,7 @@ async def test_a_request_that_waits_behind_others_needs_its_right_when_its_turn_
     assert noted == [("c", True), ("d", True), ("d", False)]
 
 
-async def test_a_request_that_waits_is_noted_once_if_its_right_stays() -> None:
+async def test_a_waiting_request_is_logged_once_if_its_right_stays() -> None:
     operating, notes = Grant(Right.OPERATE, EVERYTHING), AuditNotes()
     async with logged_in(operating) as (server, peer):
         (connection,) = server.connections.connections
@@ -572,7 +572,7 @@ async def test_a_request_that_waits_is_noted_once_if_its_right_stays() -> None:
     assert [fields["bucket"] for _, fields in notes.notes] == ["c", "d"]
 
 
-async def test_taking_another_right_leaves_streams_alone() -> None:
+async def test_revoking_another_right_does_not_end_streams() -> None:
     async with logged_in(reading(), writing()) as (server, peer):
         await peer.open()
         assert not (await peer.ask()).status
@@ -601,7 +601,7 @@ async def test_the_connections_of_a_removed_user_end() -> None:
         assert await peer.wait_for_end()
 
 
-async def test_another_password_leaves_connections_alone() -> None:
+async def test_a_change_of_the_password_does_not_end_connections() -> None:
     async with logged_in(reading()) as (server, peer):
         await peer.open()
         await server.users.apply_change(lambda users: users.with_verifier(USER, None))
@@ -612,7 +612,7 @@ async def test_another_password_leaves_connections_alone() -> None:
 # The requests about users.
 
 
-async def test_users_are_changed_and_listed() -> None:
+async def test_a_user_with_the_right_secure_changes_and_lists_users() -> None:
     async with logged_in(Grant(Right.SECURE, EVERYTHING)) as (server, peer):
         await peer.send()
         await peer.receive(HelloReply)
@@ -635,7 +635,7 @@ async def test_users_are_changed_and_listed() -> None:
         assert server.users.users.revision == 3
 
 
-async def test_a_user_may_take_the_right_to_change_users_from_itself() -> None:
+async def test_a_user_may_revoke_its_own_right_to_change_users() -> None:
     grant = Grant(Right.SECURE, EVERYTHING)
     async with logged_in(grant) as (_, peer):
         await peer.send()
@@ -646,7 +646,7 @@ async def test_a_user_may_take_the_right_to_change_users_from_itself() -> None:
         assert (await peer.receive(Refusal)).status == Status.NOT_ALLOWED
 
 
-async def test_nobody_makes_the_first_user_over_the_network() -> None:
+async def test_the_first_user_cannot_be_added_over_the_network() -> None:
     async with connected(make_server()) as peer:
         await peer.send()
         await peer.receive(HelloReply)
@@ -657,8 +657,8 @@ async def test_nobody_makes_the_first_user_over_the_network() -> None:
         assert "upr-server init" in refusal.sentence
 
 
-async def test_a_node_is_told_the_users_that_it_does_not_have() -> None:
-    """And it is noted that it has them: they come with what proves who they are."""
+async def test_a_node_receives_the_users_that_it_does_not_have() -> None:
+    """The audit log has an entry for each answer with users, as it contains their verifiers."""
     log = AuditNotes()
     async with logged_in(Grant(Right.REPLICATE, EVERYTHING)) as (server, peer):
         (connection,) = server.connections.connections
@@ -679,7 +679,7 @@ async def test_a_node_is_told_the_users_that_it_does_not_have() -> None:
 # The audit log.
 
 
-async def test_the_audit_log_has_who_asked_for_what(tmp_path: Path) -> None:
+async def test_the_audit_log_has_users_their_requests_and_no_secrets(tmp_path: Path) -> None:
     audit_log = AuditLog(tmp_path / "audit.jsonl", lambda: 0.0)
     grants = (Grant(Right.OPERATE, "c"), Grant(Right.SECURE, EVERYTHING))
     async with logged_in(*grants) as (server, peer):
@@ -714,8 +714,8 @@ async def test_the_audit_log_has_who_asked_for_what(tmp_path: Path) -> None:
         assert secret not in text
 
 
-def test_the_audit_log_has_little_of_what_is_refused() -> None:
-    """Or somebody without a right could fill the disk, and so hide what comes then."""
+def test_the_audit_log_has_only_a_short_text_of_a_refused_request() -> None:
+    """Otherwise a user without rights could fill the disk, and keep later entries out."""
     log = AuditNotes()
     grants = tuple(Grant(Right.READ, f"bucket-{number}" * 5) for number in range(40))
     change = GrantRights("eve", grants).to_json()
@@ -740,9 +740,9 @@ def test_the_audit_log_has_little_of_what_is_refused() -> None:
 # Events.
 
 
-async def test_a_user_who_may_use_no_bucket_is_told_no_events() -> None:
+async def test_a_user_without_rights_may_not_ask_for_events() -> None:
     async with logged_in(reading()) as (server, peer):
-        # It may ask; the server of these tests has no event bus.
+        # The request is allowed, but the server of these tests has no event bus.
         await peer.send(NextEvents("c", opaque=peer.opaque()))
         assert (await peer.receive(Refusal)).status == Status.UNSUPPORTED
         await revoke(server, reading())
@@ -752,8 +752,8 @@ async def test_a_user_who_may_use_no_bucket_is_told_no_events() -> None:
         assert "on any bucket" in refusal.sentence
 
 
-async def test_events_tell_each_user_of_the_buckets_that_it_may_use() -> None:
-    """Both have the same name for their consumer, and neither takes what the other waits for."""
+async def test_each_user_receives_the_events_of_the_buckets_that_it_may_use() -> None:
+    """Both users name their consumer the same, and each receives its own events."""
     verifier = new_verifier("pencil", b"sixteen bytes...", 4096)
     users = [
         User(name, verifier, (Grant(Right.READ, bucket),))
@@ -777,7 +777,7 @@ async def test_events_tell_each_user_of_the_buckets_that_it_may_use() -> None:
                 event = await anext(feeds[bucket == "c"])
                 assert isinstance(event, BucketEvent)
                 assert event.bucket == bucket
-            # What bob was not told of c before, he has to look at now.
+            # Bob received no events of c before, so he has to look at everything now.
             await server.users.apply_change(
                 lambda users: users.granting("bob", (Grant(Right.READ, "c"),))
             )
