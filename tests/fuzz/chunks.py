@@ -14,7 +14,7 @@ from upr_protocol.errors import ChunkError, RemoteProtocolError
 from upr_protocol.ids import PUBLISHED_OPERATIONS, STORED_OPERATIONS, Cas, SeqNo
 from upr_protocol.limits import KEY_BYTES_MAX, VALUE_BYTES_MAX
 from upr_protocol.partition_map import PartitionMap, PartitionMapError
-from upr_server.replication.replicator import checked_answers
+from upr_server.replication.received_answers import checked_answers
 from upr_server.storage.chunk_log import ChunkLog
 from upr_server.storage.errors import CorruptionError
 from upr_server.storage.records import (

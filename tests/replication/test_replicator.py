@@ -46,6 +46,7 @@ from upr_server.engine import FetchRequest, MutateResult, Partition, WriterToken
 from upr_server.engine.mutate_result import pack_result
 from upr_server.engine.publisher_answers import BATCHES_MAX
 from upr_server.engine.snapshots.collapse import SHORT_RUN_BYTES_MAX
+from upr_server.replication.received_answers import STEP_ANSWER_BYTES
 from upr_server.replication.received_snapshots import PublisherAnswer, ReceivedSnapshots
 from upr_server.replication.replicator import (
     COLLECTED_PARTITIONS,
@@ -53,7 +54,6 @@ from upr_server.replication.replicator import (
     NOTIFIED_CHUNK_BYTES,
     RECONNECT_S,
     REPLICATION_RETRY_S,
-    STEP_ANSWER_BYTES,
 )
 from upr_server.replication.roles import STEP_PARTITIONS
 from upr_server.runtime import System

@@ -37,13 +37,14 @@ from upr_protocol.address import Address
 from upr_protocol.bucket_event import EventFilter
 from upr_protocol.client import connect, consume, follow_events
 from upr_protocol.errors import Status
-from upr_protocol.ids import SEQ_MAX, Durability, HistoryId, PartitionId, SeqNo
+from upr_protocol.ids import SEQ_MAX, Cas, Durability, HistoryId, PartitionId, SeqNo
 from upr_protocol.partition_map import Assignment, PartitionMap
 from upr_protocol.users import EVERYTHING, Grant, Right, User, Users
 from upr_server.app import Server, running_server
 from upr_server.buckets import BucketCatalog, Upkeep
 from upr_server.config import ServerConfig
-from upr_server.engine import QUOTA_BYTES_MIN, Bucket, FetchRequest
+from upr_server.engine import QUOTA_BYTES_MIN, Bucket, FetchRequest, MutateResult
+from upr_server.engine.mutate_result import pack_result
 from upr_server.engine.publisher_answers import BATCHES_MAX, WriterToken
 from upr_server.events import EventBus
 from upr_server.events.feeds import EventFeeds
@@ -69,6 +70,7 @@ from upr_server.replication.clustered_bucket import ClusteredBucket
 from upr_server.replication.local_server import LocalServer, streams_ended
 from upr_server.replication.map_exchange import ASK_INTERVAL_S
 from upr_server.replication.node_connections import NodeConnections
+from upr_server.replication.received_answers import add_answers, forget_answers
 from upr_server.replication.replicator import Replicator
 from upr_server.runtime import (
     CertificateFiles,
@@ -548,6 +550,32 @@ async def test_answers_to_publishers_that_are_taken_in_steps() -> None:
         assert answers.take_unsaved(partition.high_seq) == (b"", 0)
 
     (await cancelled_at_each_step(work, answers.check_invariants, then=work)).check_inside(*TAKING)
+
+
+RECEIVED: Final = tries(add_answers, forget_answers)
+
+
+async def test_answers_to_publishers_that_a_replica_receives() -> None:
+    partition = new_bucket().partitions[0]
+    answers, counters, seq = partition.repeated_batches.answers, count(1), SeqNo(1)
+    answer = pack_result(MutateResult(HistoryId(1), seq, seq, Cas(1)))
+
+    async def work() -> None:
+        # What was cancelled before may have left some, which have to go first.
+        await forget_answers(partition, SeqNo(0))
+        writers = range(2 * STEP_ANSWERS // BATCHES_MAX + 1)
+        rows = [
+            (writer.to_bytes(16, "little"), next(counters), seq, answer)
+            for writer in writers
+            for _ in range(BATCHES_MAX)
+        ]
+        await add_answers(partition, rows)
+        assert len(answers) == len(writers)
+        await forget_answers(partition, SeqNo(0))
+        assert not len(answers)
+
+    steps = await cancelled_at_each_step(work, answers.check_invariants, then=work)
+    steps.check_inside(*RECEIVED)
 
 
 TURNS: Final = tries(

@@ -7,7 +7,7 @@
 - `copy_completion` asks active nodes when a copy that follows another replica is complete.
 - `bucket_replicators` runs a `replicator` for each node that this one replicates from. It is a
   consumer like any other, through the public client, and puts what comes on disk as it came
-  (`received_snapshots`).
+  (`received_snapshots`), with the answers to publishers (`received_answers`).
 
 The decision behind it: docs/adr/0010-replicas.md.
 """

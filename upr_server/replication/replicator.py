@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Final
 
-import msgspec
 import structlog
 import trio
 
@@ -24,13 +23,14 @@ from upr_protocol.client import (
     consume_as_replica,
 )
 from upr_protocol.concurrency import Notifier, run_steps
-from upr_protocol.errors import RemoteProtocolError, ServerError, Status, UprError
+from upr_protocol.errors import ServerError, Status, UprError
 from upr_protocol.failover import FailoverLog
 from upr_protocol.ids import Cas, PartitionId, PartitionState, SeqNo
-from upr_server.engine import Partition, unpack_result
+from upr_server.engine import Partition
 from upr_server.replication.joined_snapshots import join_snapshots
 from upr_server.replication.local_server import LocalServer, streams_ended
-from upr_server.replication.received_snapshots import PublisherAnswer, ReceivedSnapshots
+from upr_server.replication.received_answers import add_answers, checked_answers, forget_answers
+from upr_server.replication.received_snapshots import ReceivedSnapshots
 from upr_server.replication.roles import STEP_PARTITIONS, ReplicationSource
 from upr_server.runtime import System, essential
 from upr_server.storage.calls import Commit, FindSnapshotEnd, RefusePartition
@@ -67,10 +67,6 @@ RECONNECT_S: Final = 5.0
 
 REPLICATION_RETRY_S: Final = 0.5
 """The wait before that, and between attempts to write to a full disk."""
-
-STEP_ANSWER_BYTES: Final = 256 * 1024
-"""Bytes of answers to publishers that one step takes: 2.6 ms for answers to a thousand increments,
-which take 60 µs each."""
 
 log = structlog.get_logger(__name__)
 
@@ -451,13 +447,7 @@ class Replicator:
     ) -> PartitionWrite:
         partition = self._partition(partition_id)
         write = snapshots.take_write()
-        begin = 0
-        while begin < len(write.answers):
-            if begin:
-                await trio.lowlevel.checkpoint()
-            end = _step_end(write.answers, begin)
-            partition.repeated_batches.add_received(write.answers[begin:end])
-            begin = end
+        await add_answers(partition, write.answers)
         answers = await take_answers(partition, write.record.high)
         chunks, ends = await run_steps(
             join_snapshots(write.chunks, write.ends, is_continued=write.is_continuation)
@@ -529,7 +519,7 @@ class Replicator:
             self._received_snapshots[partition_id] = ReceivedSnapshots.from_record(record)
             self._unmark_dirty(partition_id)
             # If this node becomes active, a batch that is dropped here must count as new.
-            await _forget_answers(self._partition(partition_id), record.high)
+            await forget_answers(self._partition(partition_id), record.high)
             if count % COLLECTED_PARTITIONS == 0:
                 await trio.lowlevel.checkpoint()
         await trio.lowlevel.checkpoint()
@@ -655,7 +645,7 @@ class Replicator:
                     raise ServerError(Status.NO_BUCKET, "the bucket was deleted")
                 broken_leases = await disk.truncate(partition_id, record, undone_answers)
                 disk.leases.mark_broken(broken_leases)
-                await _forget_answers(partition, seq)
+                await forget_answers(partition, seq)
                 partition.truncate(seq)
                 partition.is_incomplete = record.is_incomplete
                 snapshots.truncate(seq, is_incomplete=record.is_incomplete)
@@ -710,37 +700,6 @@ class _DiskResume:
     async def save(self, state: ResumeState) -> None:
         """Puts the failover logs on disk."""
         await self._replicator.write_logs(state, self._partitions)
-
-
-def checked_answers(rows: Iterable[tuple[bytes, int, int, bytes]]) -> list[PublisherAnswer]:
-    """Answers to publishers, as a source has sent them.
-
-    Raises:
-        RemoteProtocolError: One cannot be decoded.
-    """
-    try:
-        for _, _, _, answer in rows:
-            unpack_result(answer)
-    except (msgspec.DecodeError, ValueError, RecursionError) as error:
-        raise RemoteProtocolError(f"malformed answer to a publisher: {error}") from error
-    return [(writer, batch, SeqNo(seq), answer) for writer, batch, seq, answer in rows]
-
-
-def _step_end(answers: Sequence[PublisherAnswer], begin: int) -> int:
-    """Where the answers end that one step takes, if it begins at `begin`."""
-    nbytes, end = 0, begin
-    while end < len(answers) and end - begin < STEP_ANSWERS and nbytes < STEP_ANSWER_BYTES:
-        nbytes += len(answers[end][3])
-        end += 1
-    return end
-
-
-async def _forget_answers(partition: Partition, seq: SeqNo) -> None:
-    """Forgets the answers to publishers that were given above `seq`, in steps."""
-    has_more = True
-    while has_more:
-        has_more = partition.repeated_batches.answers.truncate(seq, STEP_ANSWERS)
-        await trio.lowlevel.checkpoint()
 
 
 def move_to_record(partition: Partition, record: PartitionRecord) -> None:
