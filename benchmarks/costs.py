@@ -64,7 +64,7 @@ from upr_protocol.wire import (
 )
 from upr_server.engine import Bucket, BundleBatches, Cursor, apply_set_runs
 from upr_server.replication.received_snapshots import PublisherAnswer, ReceivedSnapshots
-from upr_server.replication.replicator import move_to_record
+from upr_server.replication.replica_writer import move_to_record
 from upr_server.storage.calls import Commit
 from upr_server.storage.messages import RequestPacking
 from upr_server.storage.online.flusher import record_of

@@ -12,8 +12,8 @@ from tests.kit.reference_cycles import no_collections
 from tests.replication.test_replication import check_copies_are_equal, write
 
 OF_A_REPLICATOR: Final = (
-    *("Replicator", "ReplicaConsumer", "ConsumerStreams", "ConnectionPool", "NodeStreams"),
-    "MapRefresher",
+    *("Replicator", "SourceStreams", "ReplicaConsumer", "ConsumerStreams", "ConnectionPool"),
+    *("NodeStreams", "MapRefresher"),
 )
 
 

@@ -48,10 +48,12 @@ from upr_server.engine.publisher_answers import BATCHES_MAX
 from upr_server.engine.snapshots.collapse import SHORT_RUN_BYTES_MAX
 from upr_server.replication.received_answers import STEP_ANSWER_BYTES
 from upr_server.replication.received_snapshots import PublisherAnswer, ReceivedSnapshots
-from upr_server.replication.replicator import (
+from upr_server.replication.replica_writer import (
     COLLECTED_PARTITIONS,
     NOTIFIED_BYTES,
     NOTIFIED_CHUNK_BYTES,
+)
+from upr_server.replication.replicator import (
     RECONNECT_S,
     REPLICATION_RETRY_S,
 )
@@ -616,10 +618,11 @@ async def test_a_rollback_starts_from_what_the_commit_before_it_has_left(
         await follower.persist()
         replicators = follower.server.partition_maps._buckets[BUCKET].replicators
         (replicator,) = replicators._replicators.values()
-        async with replicator._commit_lock:
-            nursery.start_soon(replicator._roll_back, PARTITION, SeqNo(1), "a new history")
+        writer, rollback = replicator._writer, replicator._rollback
+        async with writer.commit_lock:
+            nursery.start_soon(rollback.roll_back, PARTITION, SeqNo(1), "a new history")
             await trio.testing.wait_all_tasks_blocked()
-            await replicator._drop_received()
+            await writer._drop_received()
         await eventually(lambda: follower.partition.high_seq == 1, "it has rolled back")
         assert replicator._received_snapshots[PARTITION].received_seq == 1
 
@@ -713,7 +716,7 @@ class WritingSteps(trio.abc.Instrument):
         self.count = 0
 
     def before_task_step(self, task: trio.lowlevel.Task) -> None:
-        self.count += task.name.endswith("Replicator._write")
+        self.count += task.name.endswith("ReplicaWriter.run")
 
 
 async def test_a_commit_of_many_partitions_is_collected_in_steps(
@@ -782,9 +785,9 @@ async def test_a_chunk_costs_the_same_however_many_partitions_wait_for_the_disk(
         await trio.sleep(1)
         replicators = follower.server.partition_maps._buckets[BUCKET].replicators
         (replicator,) = replicators._replicators.values()
-        snapshots = replicator._received_snapshots = CountingSnapshots(
-            replicator._received_snapshots
-        )
+        snapshots = CountingSnapshots(replicator._received_snapshots)
+        for part in (replicator, replicator._writer, replicator._streams):
+            part._received_snapshots = snapshots
         lookups: list[int] = []
         for key in keys[1:]:
             follower.source.put(key, b"value")

@@ -36,7 +36,7 @@ from tests.storage.test_store import BUCKET, create, some_write
 from upr_protocol.address import Address
 from upr_protocol.bucket_event import EventFilter
 from upr_protocol.client import connect, consume, follow_events
-from upr_protocol.errors import Status
+from upr_protocol.errors import ServerError, Status
 from upr_protocol.ids import SEQ_MAX, Cas, Durability, HistoryId, PartitionId, SeqNo
 from upr_protocol.partition_map import Assignment, PartitionMap
 from upr_protocol.users import EVERYTHING, Grant, Right, User, Users
@@ -71,6 +71,8 @@ from upr_server.replication.local_server import LocalServer, streams_ended
 from upr_server.replication.map_exchange import ASK_INTERVAL_S
 from upr_server.replication.node_connections import NodeConnections
 from upr_server.replication.received_answers import add_answers, forget_answers
+from upr_server.replication.replica_rollback import ReplicaRollback
+from upr_server.replication.replica_writer import ReplicaWriter
 from upr_server.replication.replicator import Replicator
 from upr_server.runtime import (
     CertificateFiles,
@@ -101,8 +103,10 @@ from upr_server.storage.calls import (
     PutPartitionMap,
     ReadChunks,
     StartServing,
+    StoreCall,
     Truncate,
 )
+from upr_server.storage.errors import CorruptionError
 from upr_server.storage.online.bucket_disk import BucketDisk
 from upr_server.storage.online.flusher import STEP_ANSWERS, STEP_CALLS, Flusher, take_answers
 from upr_server.storage.online.leases import LAPSED_S, LeaseBook
@@ -867,7 +871,24 @@ REPLICA: Final = tries(
     Replicator.run,
     Replicator.stop,
     Replicator.write_logs,
+    ReplicaWriter.run,
+    ReplicaWriter.flush,
 )
+
+
+async def _follow(server: Server, replica: Server, key: bytes) -> None:
+    """The replica follows, and has `key` in each partition."""
+    if replica.catalog.buckets.get("b") is None:
+        await replica.partition_maps.adopt_map_from("b", f"{HOST}:{server.port}")
+    ours, theirs = server.catalog.bucket("b"), replica.catalog.bucket("b")
+    for partition in ours.partitions:
+        put(partition, key)
+    ends = [partition.high_seq for partition in ours.partitions]
+    with trio.fail_after(60):
+        await trio.lowlevel.checkpoint()
+        while [partition.high_seq for partition in theirs.partitions] != ends:  # noqa: ASYNC110
+            await trio.sleep(0.05)
+    check(replica)
 
 
 async def test_a_replica(server: Server, autojump_clock: MockClock) -> None:
@@ -877,29 +898,63 @@ async def test_a_replica(server: Server, autojump_clock: MockClock) -> None:
     await _name_replica(server, f"{HOST}:{port}")
     numbers = count()
 
-    async def follows(node: Server) -> None:
-        if node.catalog.buckets.get("b") is None:
-            await node.partition_maps.adopt_map_from("b", f"{HOST}:{server.port}")
-        ours, theirs = server.catalog.bucket("b"), node.catalog.bucket("b")
-        key = b"key-%d" % next(numbers)
-        for partition in ours.partitions:
-            put(partition, key)
-        ends = [partition.high_seq for partition in ours.partitions]
-        with trio.fail_after(60):
-            await trio.lowlevel.checkpoint()
-            while [partition.high_seq for partition in theirs.partitions] != ends:  # noqa: ASYNC110
-                await trio.sleep(0.05)
-        check(node)
-
     async def work() -> None:
         async with node("z", port=port, store=slow_store(directory)) as second_server:
-            await follows(second_server)
+            await _follow(server, second_server, b"key-%d" % next(numbers))
             await second_server.partition_maps.stop()
 
     steps = await cancelled_at_each_step(
         work, lambda: check(server), then=work, every=3, reaching=REPLICA
     )
     steps.check_inside(*REPLICA)
+
+
+ROLLBACK: Final = tries(ReplicaRollback.roll_back, ReplicaWriter.note_refused)
+
+
+class _DamagedStore(SimulatedStore):
+    """A store that meets a damaged record when it looks for a snapshot's end, if `is_damaged`."""
+
+    is_damaged = False
+
+    async def wait(self, call: StoreCall[Any]) -> None:
+        await super().wait(call)
+        if self.is_damaged and isinstance(call, FindSnapshotEnd):
+            raise CorruptionError("a flipped bit")
+
+
+async def test_a_replica_that_rolls_back(server: Server, autojump_clock: MockClock) -> None:
+    """A rollback is done whole, and so is the refusal of a partition whose record is damaged."""
+    port = 77
+    await _name_replica(server, f"{HOST}:{port}")
+    numbers = count()
+
+    async def work() -> None:
+        store = _DamagedStore(delay=lambda _: CALL_S)
+        async with node("z", port=port, store=store) as second_server:
+            await _follow(server, second_server, b"key-%d" % next(numbers))
+            replicators = second_server.partition_maps._buckets["b"].replicators
+            (replicator,) = replicators._replicators.values()
+            rollback = replicator._rollback
+            partition = second_server.catalog.bucket("b").partitions[P0]
+            flusher = disk_of(second_server).flusher
+            try:
+                assert await rollback.roll_back(P0, SeqNo(0), "a new history") == 0
+            finally:
+                assert partition.high_seq == partition.manager.persistence.committed_seq
+            answers: list[bool] = []
+            for _ in range(STEP_CALLS):
+                flusher.call_when_persisted(partition, SeqNo(1 << 40), answers.append)
+            store.is_damaged = True
+            with pytest.raises(ServerError, match="a flipped bit"):
+                await rollback.roll_back(P0, SeqNo(0), "a new history")
+            assert partition.damage
+            assert answers == [False] * STEP_CALLS
+
+    steps = await cancelled_at_each_step(
+        work, lambda: check(server), then=work, every=3, reaching=ROLLBACK
+    )
+    steps.check_inside(*ROLLBACK)
 
 
 COMPLETION: Final = tries(CopyCompletion.run)

@@ -48,7 +48,7 @@ from upr_server.net import AcceptedConnection
 from upr_server.net.backlog import QUEUED_BYTES_MAX, QUEUED_REQUESTS_MAX, REPLIES_BYTES_MAX
 from upr_server.net.handlers.data import GET_REPLY_BYTES
 from upr_server.net.handlers.leases import RANGE_BYTES
-from upr_server.replication.replicator import move_to_record
+from upr_server.replication.replica_writer import move_to_record
 from upr_server.storage.calls import Commit, FindExpired, FindItems, PutLease, StoreCall
 from upr_server.storage.online.bucket_disk import BucketDisk
 from upr_server.storage.partition_write import PartitionWrite

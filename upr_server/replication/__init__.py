@@ -6,8 +6,9 @@
   have newer users; `node_connections` are what both ask over.
 - `copy_completion` asks active nodes when a copy that follows another replica is complete.
 - `bucket_replicators` runs a `replicator` for each node that this one replicates from. It is a
-  consumer like any other, through the public client, and puts what comes on disk as it came
-  (`received_snapshots`), with the answers to publishers (`received_answers`).
+  consumer like any other, through the public client. `source_streams` has its streams,
+  `received_snapshots` and `received_answers` what came of them; `replica_writer` puts that on disk
+  as it came, and `replica_rollback` undoes it.
 
 The decision behind it: docs/adr/0010-replicas.md.
 """

@@ -1,0 +1,142 @@
+"""The rollback of a replica: removes changes that the source no longer has, in memory and on disk.
+
+It excludes the commits of the replica's writer, the bucket's maintenance, and the streams of this
+node's own consumers, who have to roll back, too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import structlog
+import trio
+
+from upr_protocol.errors import ServerError, Status
+from upr_protocol.ids import PartitionId, PartitionState, SeqNo
+from upr_server.replication.local_server import LocalServer, streams_ended
+from upr_server.replication.received_answers import forget_answers
+from upr_server.replication.received_snapshots import ReceivedSnapshots
+from upr_server.replication.replica_writer import ReplicaWriter
+from upr_server.storage.calls import FindSnapshotEnd, RefusePartition
+from upr_server.storage.errors import CorruptionError
+from upr_server.storage.online.bucket_disk import BucketDisk
+from upr_server.storage.online.flusher import STEP_ANSWERS
+from upr_server.storage.records import PartitionRecord
+
+log = structlog.get_logger(__name__)
+
+
+class ReplicaRollback:
+    """Rolls back partitions of a replica.
+
+    Args:
+        server: The server that this runs in.
+        disk: The bucket.
+        received_snapshots: What was received of each partition.
+        writer: Writes that to disk.
+    """
+
+    def __init__(
+        self,
+        server: LocalServer,
+        disk: BucketDisk,
+        received_snapshots: Mapping[PartitionId, ReceivedSnapshots],
+        writer: ReplicaWriter,
+    ) -> None:
+        self._server = server
+        self._disk = disk
+        # A deleted bucket lets go of its partitions, and a rollback may still be under way.
+        self._partitions = disk.bucket.partitions
+        self._received_snapshots = received_snapshots
+        self._writer = writer
+
+    async def roll_back(self, partition_id: PartitionId, ceiling: SeqNo, reason: str) -> SeqNo:
+        """Undoes everything above the last snapshot end at or below `ceiling`, in memory and on
+        disk.
+
+        What was received is on disk: the consumer saves that it is about to roll back, and
+        `Replicator.write_logs` writes data first. Once it has begun, it cannot be cancelled.
+
+        Returns:
+            That end; 0 when the disk knows none.
+
+        Raises:
+            ServerError: The bucket was deleted; or a damaged record of the partition was met, and
+                it is refused from here on.
+        """
+        try:
+            return await self._truncate(partition_id, ceiling, reason)
+        except CorruptionError as error:
+            damage = str(error)
+        with trio.CancelScope(shield=True):
+            async with self._writer.commit_lock:
+                await self._refuse(partition_id, damage)
+        raise ServerError(Status.DAMAGED, damage)
+
+    async def _refuse(self, partition_id: PartitionId, damage: str) -> None:
+        # The call names the bucket, and another of its name may be there by now.
+        self._disk.maintenance.check_not_deleted()
+        # A commit may have met the damage, too.
+        if not self._writer.writes(partition_id):
+            return
+        self._writer.refuse(partition_id, damage)
+        await self._disk.ask(RefusePartition(self._disk.bucket.name, partition_id, damage))
+        await self._writer.note_refused(partition_id)
+
+    async def _truncate(self, partition_id: PartitionId, ceiling: SeqNo, reason: str) -> SeqNo:
+        disk, partition = self._disk, self._partitions[partition_id]
+        bucket = disk.bucket
+        with trio.CancelScope(shield=True):
+            # The order matters: a commit may wait for space, which compaction has to make.
+            async with (
+                self._writer.commit_lock,
+                disk.maintenance.paused(),
+                streams_ended(self._server, bucket, [partition], Status.ROLLBACK_NEEDED),
+            ):
+                # The end is looked up only now: the commit that this waited for may have dropped
+                # what was received; or may have met a damaged record.
+                if partition.damage:
+                    raise ServerError(Status.DAMAGED, partition.damage)
+                snapshots = self._received_snapshots[partition_id]
+                seq_before = snapshots.received_seq
+                snapshot_end = await disk.store.ask(
+                    FindSnapshotEnd(
+                        bucket.name, partition_id, ceiling, partition.eviction.indexed_seq
+                    )
+                )
+                seq = SeqNo(snapshot_end or 0)
+                failover_log = snapshots.log.up_to(seq)
+                pairs = tuple(failover_log.pairs())
+                record = PartitionRecord(
+                    PartitionState.REPLICA,
+                    pairs,
+                    seq,
+                    partition.last_cas,
+                    # Of a history that both have, the source may have forgotten deletions.
+                    is_incomplete=partition.is_incomplete or not ceiling,
+                )
+                answers = partition.repeated_batches.answers
+                undone_answers: list[bytes] = []
+                for rows in answers.rows_above(seq, STEP_ANSWERS):
+                    undone_answers.append(rows)
+                    await trio.lowlevel.checkpoint()
+                if self._writer.is_deleted:
+                    raise ServerError(Status.NO_BUCKET, "the bucket was deleted")
+                broken_leases = await disk.truncate(partition_id, record, undone_answers)
+                disk.leases.mark_broken(broken_leases)
+                await forget_answers(partition, seq)
+                partition.truncate(seq)
+                partition.is_incomplete = record.is_incomplete
+                snapshots.truncate(seq, is_incomplete=record.is_incomplete)
+                self._writer.note_truncated(partition_id, record)
+                partition.change_state(partition.state, failover_log)
+        log.warning(
+            "replica rolled back",
+            bucket=bucket.name,
+            partition=partition_id,
+            seq_before=seq_before,
+            ceiling=ceiling,
+            seq=seq,
+            reason=reason,
+        )
+        return seq
