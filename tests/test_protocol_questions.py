@@ -219,7 +219,7 @@ def runs_after_move() -> tuple[list[int], int]:
     old_pair, new_pair = publishing_pair(), publishing_pair()
     batches.place(PartitionId(0), old_node)
     for _ in range(2):
-        batches.add(PartitionId(0), chunk_of_plain_sets([b"k"], [b"v"]))
+        batches.add_all([(PartitionId(0), chunk_of_plain_sets([b"k"], [b"v"]))])
     old_node.send(old_pair.client, 0.0, is_due=True)
     batches.place(PartitionId(0), new_node)
     new_node.send(new_pair.client, 0.0, is_due=True)

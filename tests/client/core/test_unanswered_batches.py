@@ -107,11 +107,21 @@ class Machine(RuleBasedStateMachine):
     connected = precondition(lambda self: self.client is not None)
     something_arrived = precondition(lambda self: self.client is not None and self.arrived)
 
-    @rule(partition=st.integers(0, PARTITIONS - 1), rows=st.sampled_from([1, 1, 3, 400]))
-    def add(self, partition: int, rows: int) -> None:
-        delta = CounterDelta(1, 1).encode()
-        chunk = Chunk.build([Mutation(Operation.INCREMENT, b"n", delta)] * rows)
-        self.added[partition].append(self.batches.add(PartitionId(partition), chunk))
+    @rule(
+        sizes=st.lists(
+            st.tuples(st.integers(0, PARTITIONS - 1), st.sampled_from([1, 1, 3, 400])), max_size=4
+        )
+    )
+    def add(self, sizes: list[tuple[int, int]]) -> None:
+        increment = Mutation(Operation.INCREMENT, b"n", CounterDelta(1, 1).encode())
+        chunks = [(PartitionId(p), Chunk.build([increment] * rows)) for p, rows in sizes]
+        count, nbytes = self.batches.totals.count, self.batches.totals.nbytes
+        batches = self.batches.add_all(chunks)
+        for (partition, chunk), batch in zip(chunks, batches, strict=True):
+            assert (batch.partition, batch.chunk) == (partition, chunk)
+            self.added[partition].append(batch)
+        assert self.batches.totals.count == count + len(chunks)
+        assert self.batches.totals.nbytes == nbytes + sum(batch.nbytes for batch in batches)
         if self.client is not None:
             is_worth_trying = self.node.is_send_worth_trying
             assert is_worth_trying >= self.node.send(self.client, self.now)
@@ -329,7 +339,7 @@ class Publishing:
     ) -> Batch:
         self._batches.place(PartitionId(partition), self.node)
         chunk = chunk_of_plain_sets([b"k"] * rows, [b"v"] * rows)
-        return self._batches.add(PartitionId(partition), chunk, on_answer)
+        return self._batches.add_all([(PartitionId(partition), chunk)], on_answer)[0]
 
     def close(self) -> None:
         self._batches.close()

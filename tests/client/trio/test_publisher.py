@@ -26,6 +26,7 @@ from upr_protocol.client import (
     connect,
     publisher,
 )
+from upr_protocol.client.core.partition_batches import Batch
 from upr_protocol.errors import BrokenError, ClosedError, ServerError, Status, UprError
 from upr_protocol.ids import Operation, PartitionId
 from upr_protocol.limits import BUNDLE_MUTATIONS_MAX
@@ -584,6 +585,25 @@ async def test_a_chunk_of_an_unknown_partition_or_longer_than_allowed_is_not_add
         assert caught.value.status is Status.TOO_LARGE
         await sink.publish(PartitionId(0), chunk_of_plain_sets([b"a"], [b"1"]))
     assert sink.statistics().batches == 1
+
+
+async def test_of_chunks_published_together_none_is_added_if_one_is_refused(
+    net: FakeNet, server: FakeServer, autojump_clock: MockClock
+) -> None:
+    good = chunk_of_plain_sets([b"a"], [b"1"])
+    too_long = chunk_of_plain_sets([b"a", b"b"], [bytes(17 * 1024 * 1024)] * 2)
+    answered: list[Batch] = []
+    async with publisher(URL, dial=net.dial) as sink:
+        for wrong in ((PartitionId(4), good), (PartitionId(1), too_long)):
+            with pytest.raises(ServerError):
+                sink.publish_nowait([(PartitionId(0), good), wrong])
+            assert sink.statistics().unanswered_batches == 0
+        assert sink.publish_nowait([]) == []
+        batches = sink.publish_nowait([(PartitionId(p), good) for p in (2, 0, 2)], answered.append)
+        await sink.wait_for_room()
+        await sink.flush()
+        assert sorted(answered, key=batches.index) == batches
+        assert [(batch.partition, batch.counter) for batch in batches] == [(2, 1), (0, 1), (2, 2)]
 
 
 @pytest.mark.parametrize(

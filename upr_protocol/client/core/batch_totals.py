@@ -25,12 +25,13 @@ class BatchTotals:
         self._period_counts: dict[int, int] = {}
         """By period how many batches have no final answer, if any; the oldest comes first."""
 
-    def note_added(self, batch: Batch) -> None:
-        """A batch of the period that is under way was added."""
-        counts, period = self._period_counts, batch.period
-        counts[period] = counts.get(period, 0) + 1
-        self.count += 1
-        self.nbytes += batch.nbytes
+    def note_added(self, count: int, nbytes: int) -> None:
+        """So many batches were added in the period that is under way; their memory, in bytes."""
+        if count:
+            counts, period = self._period_counts, self.period
+            counts[period] = counts.get(period, 0) + count
+            self.count += count
+            self.nbytes += nbytes
 
     def end_period(self) -> int:
         """Ends a period: `is_answered` tells when all that was added up to now is answered."""

@@ -12,13 +12,17 @@ is sent. An answer judges each batch of its bundle on its own.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Final
 
 from upr_protocol.chunk import Chunk
 from upr_protocol.client.core.batch_totals import BatchTotals
 from upr_protocol.client.core.node_batches import NodeBatches
-from upr_protocol.client.core.partition_batches import Batch, PartitionBatches
+from upr_protocol.client.core.partition_batches import (
+    BATCH_OVERHEAD_BYTES,
+    Batch,
+    PartitionBatches,
+)
 from upr_protocol.client.core.publish_options import PublishOptions
 from upr_protocol.client.core.writer_identity import WriterIdentity
 from upr_protocol.errors import ServerError, Status
@@ -59,30 +63,37 @@ class UnansweredBatches:
         """Whether callers should wait before they add more."""
         return self.totals.nbytes >= self.options.buffer_bytes
 
-    def add(
+    def add_all(
         self,
-        partition: PartitionId,
-        chunk: Chunk,
+        chunks: Sequence[tuple[PartitionId, Chunk]],
         on_answer: Callable[[Batch], None] | None = None,
-    ) -> Batch:
-        """Adds a batch; `NodeBatches.send` sends it. O(1).
+    ) -> list[Batch]:
+        """Adds a batch for each chunk; `NodeBatches.send` sends them. O(1) for each.
 
         Raises:
-            ServerError: The chunk is empty, longer than a frame, or has more operations than a
-                bundle may have; nothing was added.
+            ServerError: A chunk is empty, longer than a frame, or has more operations than a bundle
+                may have; nothing was added.
         """
-        rows, nbytes = chunk.count, chunk.nbytes
-        if not 0 < rows <= BUNDLE_MUTATIONS_MAX or nbytes > CHUNK_BYTES_MAX:
-            raise _unfit_error(chunk)
-        counter, chain = self.writer.next_token(partition, chunk)
-        batch = Batch(partition, counter, chunk, on_answer, chain, self.totals.period)
-        queue = self._queues.get(partition)
-        if queue is None:
-            queue = self.queue_of(partition)
-        queue.waiting_batches.append(batch)
-        self._nodes[partition].note_added(queue, rows, nbytes)
-        self.totals.note_added(batch)
-        return batch
+        all_bytes = 0
+        for _, chunk in chunks:
+            nbytes = chunk.nbytes
+            if not 0 < chunk.count <= BUNDLE_MUTATIONS_MAX or nbytes > CHUNK_BYTES_MAX:
+                raise _unfit_error(chunk)
+            all_bytes += nbytes + BATCH_OVERHEAD_BYTES
+        next_token, period = self.writer.next_token, self.totals.period
+        queues, nodes = self._queues, self._nodes
+        batches = []
+        for partition, chunk in chunks:
+            counter, chain = next_token(partition, chunk)
+            batch = Batch(partition, counter, chunk, on_answer, chain, period)
+            queue = queues.get(partition)
+            if queue is None:
+                queue = self.queue_of(partition)
+            queue.waiting_batches.append(batch)
+            nodes[partition].note_added(queue, chunk.count, chunk.nbytes)
+            batches.append(batch)
+        self.totals.note_added(len(batches), all_bytes)
+        return batches
 
     def queue_of(self, partition: PartitionId) -> PartitionBatches:
         """The queue of a partition."""
