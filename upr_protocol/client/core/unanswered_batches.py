@@ -105,11 +105,6 @@ class UnansweredBatches:
             self.unplaced_batches.attach_partition(queue)
         return queue
 
-    def is_send_worth_trying(self, partition: PartitionId) -> bool:
-        """Whether `NodeBatches.send` may have something to do because a batch was added for this
-        partition. O(1)."""
-        return self._nodes[partition].is_send_worth_trying
-
     def is_unplaced(self, partition: PartitionId) -> bool:
         """Whether `partition` has batches to send, and no node to send them to."""
         node = self._nodes.get(partition)

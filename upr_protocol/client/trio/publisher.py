@@ -210,8 +210,7 @@ class Publisher:
             ServerError: `BAD_ARGUMENT` or `TOO_LARGE`: it was not added.
         """
         (batch,) = self._add(((partition, chunk),), on_answer)
-        if self._unanswered.is_send_worth_trying(partition):
-            self._nodes.send()
+        self._nodes.send_added()
         # A turn of the loop costs as much as a small batch, so not each has one.
         self._rows_before_checkpoint -= chunk.count
         self._bytes_before_checkpoint -= chunk.nbytes
@@ -242,7 +241,7 @@ class Publisher:
             ServerError: `BAD_ARGUMENT` or `TOO_LARGE`: none of them was added.
         """
         batches = self._add(chunks, on_answer)
-        self._nodes.send()
+        self._nodes.send_added()
         return batches
 
     async def wait_for_room(self) -> None:

@@ -171,6 +171,12 @@ class PublisherNodes:
         for publisher in self.connections.handlers:
             publisher.send(is_due=is_due)
 
+    def send_added(self) -> None:
+        """Sends as much as may be sent now, where more may be because batches were added."""
+        for publisher in self.connections.handlers:
+            if publisher.batches.is_send_worth_trying:
+                publisher.send()
+
     async def send_when_due(self) -> None:
         """Runs for ever: sends refused batches again, and bundles that are not full, when they have
         waited long enough."""
