@@ -12,6 +12,7 @@ import trio
 
 from tests.client.test_takeover import ACTIVE, REPLICA, highs, logs
 from tests.kit.server_group import (
+    BUCKET,
     PARTITIONS,
     CompetingCommands,
     MapInterrupter,
@@ -350,6 +351,59 @@ async def test_a_replica_that_was_away_for_too_long_is_not_chosen_before_it_has_
         await refilled_it_is_chosen(group)
 
 
+async def index_all(group: ServerGroup, node: str) -> None:
+    """Has a node index everything that it has: then it can undo nothing of it without copying the
+    partition again."""
+    server = group.servers[node]
+    maintenance = server.catalog.disks[server.catalog.bucket(BUCKET)].maintenance
+    maintenance.undo_mutations = 0
+    maintenance.wake()
+    await group.until(
+        lambda: all(
+            group.partition(node, number).eviction.indexed_seq == high
+            for number, high in enumerate(highs(group, node))
+        )
+    )
+
+
+async def test_a_replica_that_rolled_back_to_0_is_not_chosen_before_it_has_all(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The new active node has it undo changes that its index contains, so it copies everything
+    again. It stores no mark. The map has the point at which the history began: up to there it may
+    have acknowledged changes. Above, it has acknowledged nothing that another replica lacks."""
+    async with running_servers("abcd") as group:
+        await filled(group)
+        await group.stop("b")
+        await group.stop("d")
+        await group.set("a", {f"undone {index}": "v" for index in range(40)})
+        await group.until(lambda: highs(group, "c") == highs(group, "a"))
+        await index_all(group, "c")
+        await group.stop("a")
+        await group.stop("c")
+        await group.start("b")
+        await group.start("d")
+        await fail_over(group.operator("b"), all_of="a", to="b", acknowledged=3)
+        assert all(highs(group, "b")), "a rollback to 0 is one to less than the ceiling"
+        async with connect(group.servers["b"].url("b")) as client:
+            await client.set("later", "v", durability=Durability.REPLICATED, copies=1)
+        with monkeypatch.context() as patch:
+            patch.setattr(Replicator, "_receive", lambda *_arguments: None)
+            await group.start("c")
+            await group.until(lambda: highs(group, "c") == [0] * PARTITIONS)
+            assert not is_incomplete(group, "c")
+            await group.stop("b")
+            await group.stop("d")
+            operator = group.operator("c", ask_timeout_s=0.5)
+            with pytest.raises(NotDoneError, match="partition 0: c lacks changes that the active"):
+                await fail_over(operator, all_of="b", acknowledged=3)
+            await group.start("d")
+            await fail_over(group.operator("d"), all_of="b", acknowledged=2)
+        assert group.states("d") == ACTIVE
+        assert await group.get("d", "later") == "v"
+        assert await group.get("d", "undone 7") is None
+
+
 async def test_an_incomplete_copy_is_chosen_if_acknowledged_changes_may_be_lost(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -422,6 +476,46 @@ async def test_a_copy_that_follows_a_replica_is_complete_with_what_the_active_no
         await group.stop("b")
         await group.start("b", has_bucket=True)
         assert not is_incomplete(group, "b")
+
+
+async def test_a_copy_that_another_replica_had_undo_changes_is_not_chosen_before_it_has_all(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """`a` alone had acknowledged a change in a new history. Then it followed `c`, which had not
+    heard of that history, and was made to follow the active node again."""
+    start_missing = BucketReplicators.start_missing
+
+    def start_unless_c(replicators: BucketReplicators, *arguments: Any) -> None:
+        if replicators._node != "c":
+            start_missing(replicators, *arguments)
+
+    async with running_servers("abc") as group:
+        await filled(group)
+        await group.stop("c")
+        await group.stop("a")
+        await fail_over(group.operator("b", ask_timeout_s=0.5), all_of="a", acknowledged=2)
+        await group.start("a")
+        async with connect(group.servers["b"].url("b")) as client:
+            for index in range(20):
+                await client.set(f"later {index}", "v", durability=Durability.REPLICATED, copies=1)
+        with monkeypatch.context() as patch:
+            patch.setattr(BucketReplicators, "start_missing", start_unless_c)
+            await group.start("c")
+            await add_replicas(group.operator("b"), "a", source="c")
+            await group.until(lambda: highs(group, "a") == highs(group, "c"))
+            patch.setattr(Replicator, "_receive", lambda *_arguments: None)
+            await add_replicas(group.operator("b"), "a")
+            await group.stop("b")
+            with pytest.raises(NotDoneError, match=r"too few replicas of partitions 0-3 .*a\)"):
+                await fail_over(group.operator("a", ask_timeout_s=0.5), all_of="b")
+        await group.start("b")
+        await group.until(lambda: group.states("b") == ACTIVE)
+        await group.stop("a")
+        await group.start("a")
+        await group.until(lambda: not is_incomplete(group, "a"))
+        await group.stop("b")
+        await fail_over(group.operator("a", ask_timeout_s=0.5), all_of="b")
+        assert await group.get("a", "later 7") == "v"
 
 
 async def test_a_new_replica_that_still_copies_does_not_keep_another_from_being_chosen(

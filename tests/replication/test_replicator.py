@@ -1204,3 +1204,19 @@ async def test_a_copy_that_a_replica_sent_back_to_0_is_completed_in_the_actives_
         active_node.partitions = follower.source.partitions
         await eventually(lambda: not follower.partition.is_incomplete, "it is complete")
         assert follower.partition.high_seq == 2
+
+
+@pytest.mark.parametrize("is_replica", [False, True])
+async def test_a_copy_may_lack_changes_once_another_replica_had_it_undo_some(
+    autojump_clock: MockClock, *, is_replica: bool
+) -> None:
+    """One that has not heard of a new history has everything undone that was acknowledged in it.
+    What the active node has undone, its map says to be lost."""
+    async with replica() as follower:
+        if is_replica:
+            await follower.assign(Assignment("c", {"a": "", "b": "a"}))
+        await follower.receive(b"1", b"2")
+        await follower.persist()
+        await follower.lose(1)
+        await eventually(lambda: follower.partition.high_seq == 1, "the last change is undone")
+        assert follower.partition.is_incomplete is is_replica

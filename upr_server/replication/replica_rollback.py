@@ -17,6 +17,7 @@ from upr_server.replication.local_server import LocalServer, streams_ended
 from upr_server.replication.received_answers import forget_answers
 from upr_server.replication.received_snapshots import ReceivedSnapshots
 from upr_server.replication.replica_writer import ReplicaWriter
+from upr_server.replication.source_streams import SourceStreams
 from upr_server.storage.calls import FindSnapshotEnd, RefusePartition
 from upr_server.storage.errors import CorruptionError
 from upr_server.storage.online.bucket_disk import BucketDisk
@@ -34,6 +35,7 @@ class ReplicaRollback:
         disk: The bucket.
         received_snapshots: What was received of each partition.
         writer: Writes that to disk.
+        streams: From which node the partitions are replicated.
     """
 
     def __init__(
@@ -42,6 +44,7 @@ class ReplicaRollback:
         disk: BucketDisk,
         received_snapshots: Mapping[PartitionId, ReceivedSnapshots],
         writer: ReplicaWriter,
+        streams: SourceStreams,
     ) -> None:
         self._server = server
         self._disk = disk
@@ -49,6 +52,7 @@ class ReplicaRollback:
         self._partitions = disk.bucket.partitions
         self._received_snapshots = received_snapshots
         self._writer = writer
+        self._streams = streams
 
     async def roll_back(self, partition_id: PartitionId, ceiling: SeqNo, reason: str) -> SeqNo:
         """Undoes everything above the last snapshot end at or below `ceiling`, in memory and on
@@ -56,6 +60,11 @@ class ReplicaRollback:
 
         What was received is on disk: the consumer saves that it is about to roll back, and
         `Replicator.write_logs` writes data first. Once it has begun, it cannot be cancelled.
+
+        The copy may then lack what this node acknowledged, if the ceiling is 0: of a history that
+        both have, the source may have forgotten deletions. Or if the source is a replica, which may
+        not have heard of the newest history. An active node's ceiling above 0 needs no mark: the
+        map's promotion point is not below it, and a failover chooses no copy that ends before that.
 
         Returns:
             That end; 0 when the disk knows none.
@@ -112,8 +121,9 @@ class ReplicaRollback:
                     pairs,
                     seq,
                     partition.last_cas,
-                    # Of a history that both have, the source may have forgotten deletions.
-                    is_incomplete=partition.is_incomplete or not ceiling,
+                    is_incomplete=partition.is_incomplete
+                    or not ceiling
+                    or self._streams.source.partitions[partition_id] is PartitionState.REPLICA,
                 )
                 answers = partition.repeated_batches.answers
                 undone_answers: list[bytes] = []

@@ -76,7 +76,9 @@ class Replicator:
         self._system = system
         self._streams = SourceStreams(source, disk.bucket.partitions, received_snapshots)
         self._writer = ReplicaWriter(server, disk, received_snapshots, self._streams)
-        self._rollback = ReplicaRollback(server, disk, received_snapshots, self._writer)
+        self._rollback = ReplicaRollback(
+            server, disk, received_snapshots, self._writer, self._streams
+        )
         self._scope = trio.CancelScope()
         self._ended = trio.Event()
         # Whether it receives nothing for now.
