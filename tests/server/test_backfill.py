@@ -31,7 +31,7 @@ from upr_server.engine import (
     SnapshotStartItem,
     batch_of,
 )
-from upr_server.storage import bucket_storage
+from upr_server.storage import bucket_maintenance
 from upr_server.storage.api import Store
 from upr_server.storage.calls import Commit, FindFirstSnapshotEnd, FindItems, ReadChunks, StoreCall
 from upr_server.storage.online import backfill, partition_reader
@@ -331,7 +331,7 @@ async def test_a_backfill_with_an_end_is_safe_from_a_compaction_before_it_begins
     autojump_clock: trio.testing.MockClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """While it asks the disk for its end, everything up to there becomes garbage."""
-    monkeypatch.setattr(bucket_storage, "GARBAGE_BYTES", 0)
+    monkeypatch.setattr(bucket_maintenance, "GARBAGE_BYTES", 0)
     store = HeldReads(FindFirstSnapshotEnd)
     async with a_partition(store) as (_, model):
         model.write(*items(0, 60))
@@ -377,7 +377,7 @@ async def test_a_backfill_does_not_end_where_compaction_has_passed(
 ) -> None:
     """The disk has a commit, and has compacted what it supersedes, before the server has recorded
     the commit in each of its many partitions."""
-    monkeypatch.setattr(bucket_storage, "GARBAGE_BYTES", 0)
+    monkeypatch.setattr(bucket_maintenance, "GARBAGE_BYTES", 0)
     store = NotedCommits()
     async with serving(store, 64 * STEP_PARTITIONS) as server:
         bucket = server.catalog.bucket(BUCKET)
@@ -606,7 +606,7 @@ async def test_a_backfills_end_is_fixed_and_compaction_leaves_it_complete(
     autojump_clock: trio.testing.MockClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Meanwhile every key is overwritten again and again, so that nearly everything is garbage."""
-    monkeypatch.setattr(bucket_storage, "GARBAGE_BYTES", 0)
+    monkeypatch.setattr(bucket_maintenance, "GARBAGE_BYTES", 0)
     store = HeldReads(ReadChunks)
     async with a_partition(store) as (_, model):
         model.write(*items(0, 60))
@@ -734,8 +734,8 @@ async def test_readers_see_what_the_model_says_whatever_happens(
 ) -> None:
     draw = Random(seed)
     if seed % 2:
-        monkeypatch.setattr(bucket_storage, "GARBAGE_BYTES", 0)
-        monkeypatch.setattr(bucket_storage, "GARBAGE_SHARE", 0.05)
+        monkeypatch.setattr(bucket_maintenance, "GARBAGE_BYTES", 0)
+        monkeypatch.setattr(bucket_maintenance, "GARBAGE_SHARE", 0.05)
     if seed % 3:
         monkeypatch.setattr(partition_reader, "EXCESS_MUTATIONS_MAX", 0)
     store = SimulatedStore(delay=lambda _call: draw.random() / 50)

@@ -43,7 +43,7 @@ from upr_protocol.wire import (
 from upr_server.app import Server
 from upr_server.net import backlog
 from upr_server.net.durability_waits import WAIT_BYTES
-from upr_server.storage import bucket_storage
+from upr_server.storage import bucket_maintenance
 from upr_server.storage.api import Store
 from upr_server.storage.calls import (
     Commit,
@@ -538,7 +538,7 @@ async def test_commits_do_not_wake_maintenance_for_what_stays_unindexed_to_be_un
     autojump_clock: trio.testing.MockClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It would find nothing to do after each of them."""
-    for module in bucket_storage, maintenance:
+    for module in bucket_maintenance, maintenance:
         monkeypatch.setattr(module, "INDEX_LAG_MUTATIONS", 10)
     store = _CountedSteps()
     async with serving(store, 1) as server, speaking(server) as peer:

@@ -41,7 +41,7 @@ from upr_protocol.transport import dial_tcp
 from upr_protocol.wire import CycleEnd, Go, Stream, StreamEnd, StreamReply
 from upr_server.app import Server, running_server
 from upr_server.config import BucketConfig, ServerConfig
-from upr_server.storage import bucket_storage, calls
+from upr_server.storage import bucket_maintenance, calls
 from upr_server.storage.online import leases
 from upr_server.storage.simulated import SimulatedDirectory, SimulatedStore
 
@@ -78,7 +78,7 @@ def directory() -> SimulatedDirectory:
 async def server(
     clock: Clock, directory: SimulatedDirectory, monkeypatch: pytest.MonkeyPatch
 ) -> AsyncIterator[Server]:
-    monkeypatch.setattr(bucket_storage, "GARBAGE_BYTES", 0)
+    monkeypatch.setattr(bucket_maintenance, "GARBAGE_BYTES", 0)
     async with running_server(CONFIG, SimulatedStore(directory)) as server:
         (disk,) = server.catalog.disks.values()
         monkeypatch.setattr(disk.leases, "_time", clock)

@@ -9,12 +9,12 @@ from typing import Final
 from tests.simulation.bugs.patch import replaced
 from upr_server.engine import partition, publisher_answers
 from upr_server.engine.snapshots import closed_snapshot, collapse, segment
-from upr_server.storage import bucket_storage, compaction
+from upr_server.storage import bucket_maintenance, compaction
 from upr_server.storage.online import backfill
 
 SMALL: Final = (
-    (bucket_storage, "GARBAGE_BYTES", 4096),
-    (bucket_storage, "COMPACTION_BYTES", 1024),
+    (bucket_maintenance, "GARBAGE_BYTES", 4096),
+    (bucket_maintenance, "COMPACTION_BYTES", 1024),
     (compaction, "CHUNK_BYTES", 1024),
     (partition, "ARRAY_BYTES_MAX", 256),
     (publisher_answers, "BATCHES_MAX", 16),

@@ -16,8 +16,9 @@ from tests.storage.log_model import Model, chunk_of, read, record_of, row
 from upr_protocol.chunk import Mutation
 from upr_protocol.ids import Operation
 from upr_server.engine import FetchRequest
-from upr_server.storage import bucket_storage, compaction, live_seqs
-from upr_server.storage.bucket_storage import BucketStorage, MaintenanceStep
+from upr_server.storage import bucket_maintenance, compaction, live_seqs
+from upr_server.storage.bucket_maintenance import MaintenanceStep
+from upr_server.storage.bucket_storage import BucketStorage
 from upr_server.storage.chunk_log import ChunkLog
 from upr_server.storage.compaction import Compaction, CompactionStep
 from upr_server.storage.errors import StoreFailedError
@@ -64,10 +65,10 @@ class CompactionMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.patch = pytest.MonkeyPatch()
-        self.patch.setattr(bucket_storage, "COMPACTION_BYTES", 500)
-        self.patch.setattr(bucket_storage, "INDEX_MUTATIONS", 6)
-        self.patch.setattr(bucket_storage, "INDEX_LAG_MUTATIONS", 12)
-        self.patch.setattr(bucket_storage, "GARBAGE_BYTES", 900)
+        self.patch.setattr(bucket_maintenance, "COMPACTION_BYTES", 500)
+        self.patch.setattr(bucket_maintenance, "INDEX_MUTATIONS", 6)
+        self.patch.setattr(bucket_maintenance, "INDEX_LAG_MUTATIONS", 12)
+        self.patch.setattr(bucket_maintenance, "GARBAGE_BYTES", 900)
         self.patch.setattr(compaction, "CHUNK_BYTES", 600)
         self.patch.setattr(compaction, "WHOLE_BYTES_MIN", 250)
         self.patch.setattr(compaction, "SPAN", 20)
@@ -136,7 +137,7 @@ class CompactionMachine(RuleBasedStateMachine):
 
     def upkeep(self, *, urgent: bool, age: float) -> MaintenanceStep:
         before = [stored_bucket.purge_seq for stored_bucket in self.log.load().partitions]
-        step = self.storage.maintain(
+        step = self.storage.maintenance.step(
             urgent=urgent,
             leases=[leased for lease in self.leases.values() for leased in lease.ranges],
             lapsed_leases=list(self.lapsed.values()),
@@ -170,8 +171,10 @@ class CompactionMachine(RuleBasedStateMachine):
     def sweep(self, partition: int, age: float, steps: int) -> None:
         """Begins a compaction though not much is wasted."""
         mark = self.index.watermark(partition)
-        if self.storage._compaction is None and mark.seq:
-            self.storage._compaction = Compaction(self.log, self.index, partition, mark.seq)
+        if self.storage.maintenance._compaction is None and mark.seq:
+            self.storage.maintenance._compaction = Compaction(
+                self.log, self.index, partition, mark.seq
+            )
         for _ in range(steps):
             self.upkeep(urgent=False, age=age)
 

@@ -14,8 +14,9 @@ from tests.storage.log_model import Model, chunk_of, read, record_of, row
 from upr_protocol.chunk import Mutation
 from upr_protocol.ids import Operation
 from upr_server.engine import FetchRequest, is_damaged
-from upr_server.storage import bucket_storage
-from upr_server.storage.bucket_storage import BucketStorage, MaintenanceStep
+from upr_server.storage import bucket_maintenance
+from upr_server.storage.bucket_maintenance import MaintenanceStep
+from upr_server.storage.bucket_storage import BucketStorage
 from upr_server.storage.errors import CorruptionError
 from upr_server.storage.partition_write import PartitionWrite
 from upr_server.storage.records import (
@@ -88,7 +89,7 @@ class DamagedBucket:
         damage."""
         damaged = []
         while True:
-            step = self.storage.maintain(urgent=True, leases=(), purge_before_cas=0)
+            step = self.storage.maintenance.step(urgent=True, leases=(), purge_before_cas=0)
             if step.damage:
                 damaged.append(step)
             if not step.has_more:
@@ -246,7 +247,7 @@ def test_compaction_leaves_out_a_partition_with_damage_and_no_other(
     # The partition is indexed before it is damaged, so only compaction finds the damage.
     assert not bucket.maintain()
     bucket.flip_chunk(1, CHUNK_ROWS)
-    monkeypatch.setattr(bucket_storage, "GARBAGE_BYTES", 0)
+    monkeypatch.setattr(bucket_maintenance, "GARBAGE_BYTES", 0)
     steps = bucket.maintain()
     assert [(step.partition, step.is_compaction, step.is_stuck) for step in steps] == [
         (1, True, False)

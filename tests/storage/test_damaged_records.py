@@ -138,7 +138,7 @@ def test_a_damaged_record_refuses_its_partition_alone(
         # Damaged records are not overwritten, and the other partitions accept writes.
         assert_not_written_to(storage, before)
         storage.commit([write_to(before, 0)])
-        while storage.maintain(urgent=True, leases=(), purge_before_cas=1 << 62).has_more:
+        while storage.maintenance.step(urgent=True, leases=(), purge_before_cas=1 << 62).has_more:
             pass
         storage.close()
         assert of_damaged_partition(data) == damaged_records, where

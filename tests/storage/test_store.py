@@ -30,7 +30,7 @@ from upr_protocol.ids import Cas, Operation, SeqNo
 from upr_server.engine import FetchRequest
 from upr_server.storage import processes
 from upr_server.storage.api import Store
-from upr_server.storage.bucket_storage import MaintenanceStep
+from upr_server.storage.bucket_maintenance import MaintenanceStep
 from upr_server.storage.calls import (
     CloseBucket,
     Commit,

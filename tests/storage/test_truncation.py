@@ -16,7 +16,7 @@ from tests.storage.log_model import chunk_of, row
 from upr_protocol.chunk import Mutation
 from upr_protocol.ids import HistoryId, Operation, PartitionState, SeqNo
 from upr_server.engine import FetchRequest
-from upr_server.storage import bucket_storage
+from upr_server.storage import bucket_maintenance
 from upr_server.storage.bucket_storage import BucketStorage
 from upr_server.storage.errors import DiskFullError
 from upr_server.storage.partition_write import PartitionWrite
@@ -108,7 +108,7 @@ class Truncations(RuleBasedStateMachine):
         """Indexes more of the log, and compacts what is indexed down to the newest mutation of each
         key."""
         before = self.mark
-        step = self.storage.maintain(
+        step = self.storage.maintenance.step(
             urgent=True, leases=(), purge_before_cas=0, keep_unindexed=keep
         )
         assert self.mark in (before, *self.chunk_ends)
@@ -241,7 +241,7 @@ def test_a_truncation_deletes_answers() -> None:
 def test_indexed_mutations_cannot_be_truncated() -> None:
     bucket = new_bucket()
     bucket.commit([write(30, 10, 20, 30)])
-    bucket.maintain(urgent=True, leases=(), purge_before_cas=0, keep_unindexed=5)
+    bucket.maintenance.step(urgent=True, leases=(), purge_before_cas=0, keep_unindexed=5)
     assert bucket.index.watermark(PARTITION).seq == 20, "where a chunk ends"
     with pytest.raises(ValueError, match="indexed up to 20"):
         bucket.truncate(PARTITION, record(10), ())
@@ -267,8 +267,8 @@ def test_no_snapshot_end_is_found_where_compaction_has_been_even_without_the_ind
 ) -> None:
     """At 20 the key had a value that the compaction dropped, because a later one had superseded
     it."""
-    monkeypatch.setattr(bucket_storage, "GARBAGE_BYTES", 0)
-    monkeypatch.setattr(bucket_storage, "COMPACTION_BYTES", 1)
+    monkeypatch.setattr(bucket_maintenance, "GARBAGE_BYTES", 0)
+    monkeypatch.setattr(bucket_maintenance, "COMPACTION_BYTES", 1)
     log = SimulatedDisk()
     bucket = BucketStorage(log, SimulatedDisk())
     bucket.log.create(BucketRecord("b", 2, 0), [record(0)] * 2)
@@ -281,7 +281,7 @@ def test_no_snapshot_end_is_found_where_compaction_has_been_even_without_the_ind
     bucket.commit([PartitionWrite(PARTITION, record(30), chunks, ends=ends)])
     assert bucket.log.find_snapshot_end(PARTITION, SeqNo(25), SeqNo(0)) == 20
     while bucket.log.read_chunks(PARTITION, SeqNo(0), SeqNo(30), bytes_max=1)[0].count:
-        bucket.maintain(urgent=True, leases=(), purge_before_cas=0)
+        bucket.maintenance.step(urgent=True, leases=(), purge_before_cas=0)
     again = BucketStorage(log, SimulatedDisk())
     again.open()
     assert again.log.find_snapshot_end(PARTITION, SeqNo(25), SeqNo(0)) is None
@@ -294,8 +294,8 @@ def test_no_snapshot_end_is_found_where_compaction_has_been_even_without_the_ind
 def test_the_first_snapshot_end_is_at_or_above_the_number_and_any_compaction(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(bucket_storage, "GARBAGE_BYTES", 0)
-    monkeypatch.setattr(bucket_storage, "COMPACTION_BYTES", 1)
+    monkeypatch.setattr(bucket_maintenance, "GARBAGE_BYTES", 0)
+    monkeypatch.setattr(bucket_maintenance, "COMPACTION_BYTES", 1)
     bucket = new_bucket()
     bucket.commit([write(30, 10, 20, 30)])
 
@@ -304,7 +304,7 @@ def test_the_first_snapshot_end_is_at_or_above_the_number_and_any_compaction(
 
     assert [first(floor) for floor in (0, 1, 10, 11, 20, 21, 30)] == [0, 10, 10, 20, 20, 30, 30]
     while bucket.log.read_chunks(PARTITION, SeqNo(0), SeqNo(30), bytes_max=1)[0].count:
-        bucket.maintain(urgent=True, leases=(), purge_before_cas=0)
+        bucket.maintenance.step(urgent=True, leases=(), purge_before_cas=0)
     assert first(1) == 30, "compaction has dropped the earlier values of the key"
 
 
@@ -314,7 +314,7 @@ def test_a_crash_during_a_truncation_to_0_leaves_no_index_entries() -> None:
     bucket.log.create(BucketRecord("b", 2, 0), [record(0)] * 2)
     bucket.open()
     bucket.commit([write(30, 10, 20, 30)])
-    bucket.maintain(urgent=True, leases=(), purge_before_cas=0)
+    bucket.maintenance.step(urgent=True, leases=(), purge_before_cas=0)
     bucket.index.delete_entries(PARTITION, 0)
     again = BucketStorage(log, index)
     assert again.open().partitions[PARTITION].indexed_seq == 0
@@ -330,7 +330,7 @@ def test_a_full_disk_has_room_for_a_truncation_to_0_in_small_commits(is_interrup
     bucket.open()
     rows = [row(Operation.SET, b"key %d" % seq, seq, seq, 70) for seq in range(1, 41)]
     bucket.commit([PartitionWrite(PARTITION, record(40), [chunk_of(rows, 0, 40)])])
-    bucket.maintain(urgent=True, leases=(), purge_before_cas=0)
+    bucket.maintenance.step(urgent=True, leases=(), purge_before_cas=0)
     # Enough for two entries with their expiry times, and the watermark.
     index.changes_max = 5
     assert bucket.delete_index_entries(PARTITION)
@@ -358,7 +358,7 @@ def test_entries_left_by_a_full_disk_are_deleted_before_a_partition_is_indexed_a
     chunks = [chunk_of(rows[:20], 0, 20), chunk_of(rows[20:], 20, 40)]
     ends = [SeqNo(20), SeqNo(40)]
     bucket.commit([PartitionWrite(PARTITION, record(40), chunks, ends=ends)])
-    bucket.maintain(urgent=True, leases=(), purge_before_cas=0)
+    bucket.maintenance.step(urgent=True, leases=(), purge_before_cas=0)
     index.changes_max = 9
     assert bucket.delete_index_entries(PARTITION)
     index.changes_max = 0
@@ -368,7 +368,7 @@ def test_entries_left_by_a_full_disk_are_deleted_before_a_partition_is_indexed_a
     bucket.truncate(PARTITION, record(20), ())
     other = PartitionWrite(0, record(20), [chunk_of(rows[:20], 0, 20)])
     bucket.commit([other])
-    while bucket.maintain(urgent=True, leases=(), purge_before_cas=0).has_more:
+    while bucket.maintenance.step(urgent=True, leases=(), purge_before_cas=0).has_more:
         pass
     requests = [FetchRequest(row.key, 0, True) for row in rows]
     assert bucket.index.find_items(PARTITION, requests) == [*rows[:20], *[None] * 20]
@@ -408,7 +408,9 @@ def test_the_mutations_that_stay_unindexed_are_shared_among_partitions(
         ]
         writes.append(PartitionWrite(index, record(high), chunks))
     bucket.commit(writes)
-    while bucket.maintain(urgent=True, leases=(), purge_before_cas=0, keep_unindexed=keep).has_more:
+    while bucket.maintenance.step(
+        urgent=True, leases=(), purge_before_cas=0, keep_unindexed=keep
+    ).has_more:
         pass
     unindexed = sum(high - bucket.index.watermark(index).seq for index, high in enumerate(highs))
     assert unindexed == min(keep, sum(highs))
@@ -417,8 +419,8 @@ def test_the_mutations_that_stay_unindexed_are_shared_among_partitions(
 @pytest.fixture(autouse=True)
 def eager(monkeypatch: pytest.MonkeyPatch) -> None:
     """Superseded mutations are compacted at once."""
-    monkeypatch.setattr("upr_server.storage.bucket_storage.GARBAGE_BYTES", 0)
-    monkeypatch.setattr("upr_server.storage.bucket_storage.GARBAGE_SHARE", 0.01)
+    monkeypatch.setattr("upr_server.storage.bucket_maintenance.GARBAGE_BYTES", 0)
+    monkeypatch.setattr("upr_server.storage.bucket_maintenance.GARBAGE_SHARE", 0.01)
 
 
 def test_a_partition_map_is_stored_with_its_partition_records() -> None:
@@ -460,7 +462,7 @@ def test_a_start_deletes_a_snapshot_of_which_only_a_part_is_on_disk(
     with_front = PartitionRecord(state, ((7, 0),), SeqNo(30), 50, front)
     chunks = [chunk_of([row(Operation.SET, b"k", end, end)], end - 10, end) for end in (40, 50)]
     bucket.commit([PartitionWrite(PARTITION, with_front, chunks)])
-    bucket.maintain(urgent=True, leases=(), purge_before_cas=0)
+    bucket.maintenance.step(urgent=True, leases=(), purge_before_cas=0)
     again = BucketStorage(log, index)
     stored_partition = again.open().partitions[PARTITION]
     assert again.log.load().partitions[PARTITION].record == stored_partition.record

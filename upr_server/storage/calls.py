@@ -15,7 +15,8 @@ from upr_protocol.chunk import LARGE_BYTES, Chunk, Mutation
 from upr_protocol.ids import SeqNo
 from upr_protocol.partition_map import PartitionMap, PartitionMapError
 from upr_server.engine import FetchRequest
-from upr_server.storage.bucket_storage import BucketStorage, MaintenanceStep
+from upr_server.storage.bucket_maintenance import MaintenanceStep
+from upr_server.storage.bucket_storage import BucketStorage
 from upr_server.storage.errors import CorruptionError, encodable
 from upr_server.storage.key_index import ExpiredItem
 from upr_server.storage.partition_write import PartitionWrite
@@ -345,7 +346,7 @@ class Maintain(BucketCall[tuple[MaintenanceStep, dict[str, Any]]], frozen=True, 
     keep_unindexed: int = 0
 
     def run(self, bucket: BucketStorage) -> tuple[MaintenanceStep, dict[str, Any]]:
-        step = bucket.maintain(
+        step = bucket.maintenance.step(
             urgent=self.urgent,
             leases=self.leases,
             lapsed_leases=self.lapsed_leases,

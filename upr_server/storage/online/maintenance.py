@@ -14,7 +14,7 @@ from upr_protocol.errors import ServerError, Status
 from upr_protocol.ids import PartitionId, PartitionState
 from upr_server.engine import Bucket, Partition
 from upr_server.storage.api import Store
-from upr_server.storage.bucket_storage import INDEX_LAG_MUTATIONS, MaintenanceStep
+from upr_server.storage.bucket_maintenance import INDEX_LAG_MUTATIONS, MaintenanceStep
 from upr_server.storage.calls import Maintain
 from upr_server.storage.errors import CorruptionError, DiskFullError
 from upr_server.storage.online.flusher import FULL_DISK_RETRY_S, Flusher

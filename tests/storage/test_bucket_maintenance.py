@@ -14,13 +14,9 @@ from tests.storage.full_disk import FullDisk
 from tests.storage.log_model import Model, chunk_of, record_of, row
 from upr_protocol.chunk import Chunk
 from upr_protocol.ids import Operation
-from upr_server.storage import bucket_storage, compaction, key_index
-from upr_server.storage.bucket_storage import (
-    STEPS_URGENT,
-    STEPS_WASTEFUL,
-    BucketStorage,
-    MaintenanceStep,
-)
+from upr_server.storage import bucket_maintenance, compaction, key_index
+from upr_server.storage.bucket_maintenance import STEPS_URGENT, STEPS_WASTEFUL, MaintenanceStep
+from upr_server.storage.bucket_storage import BucketStorage
 from upr_server.storage.chunk_log import COMMIT_RESERVE_BYTES
 from upr_server.storage.errors import CorruptionError, DiskFullError, StorageError
 from upr_server.storage.ordered_map import OrderedMap
@@ -38,10 +34,10 @@ NEVER: Final = 0
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bucket_storage, "INDEX_MUTATIONS", 300)
-    monkeypatch.setattr(bucket_storage, "INDEX_LAG_MUTATIONS", 600)
-    monkeypatch.setattr(bucket_storage, "COMPACTION_BYTES", COMPACTION_BYTES)
-    monkeypatch.setattr(bucket_storage, "GARBAGE_BYTES", GARBAGE_BYTES)
+    monkeypatch.setattr(bucket_maintenance, "INDEX_MUTATIONS", 300)
+    monkeypatch.setattr(bucket_maintenance, "INDEX_LAG_MUTATIONS", 600)
+    monkeypatch.setattr(bucket_maintenance, "COMPACTION_BYTES", COMPACTION_BYTES)
+    monkeypatch.setattr(bucket_maintenance, "GARBAGE_BYTES", GARBAGE_BYTES)
     monkeypatch.setattr(compaction, "CHUNK_BYTES", 16_000)
     monkeypatch.setattr(compaction, "WHOLE_BYTES_MIN", 8_000)
 
@@ -85,7 +81,9 @@ def tidy(
     """Runs maintenance until there is nothing more to do at once."""
     steps: list[MaintenanceStep] = []
     while not steps or steps[-1].has_more:
-        steps.append(bucket.maintain(urgent=urgent, leases=leases, purge_before_cas=before_cas))
+        steps.append(
+            bucket.maintenance.step(urgent=urgent, leases=leases, purge_before_cas=before_cas)
+        )
     return steps
 
 
@@ -103,7 +101,7 @@ def test_disk_use_is_bounded_under_steady_overwrites(bucket: BucketStorage) -> N
         behind = 600 * (VALUE_BYTES + 100)
         assert (
             chunk_bytes
-            < (1 + bucket_storage.GARBAGE_SHARE) * live_bytes_max + GARBAGE_BYTES + behind
+            < (1 + bucket_maintenance.GARBAGE_SHARE) * live_bytes_max + GARBAGE_BYTES + behind
         )
         if turn % 100 == 99:
             in_file.append(bucket.log.ordered_map.statistics()["bytes_in_file"])
@@ -176,21 +174,28 @@ def test_disk_use_is_bounded_where_few_large_items_change_among_many_small_ones(
 def test_there_is_nothing_to_do_in_a_bucket_that_is_indexed_and_not_wasteful(
     bucket: BucketStorage,
 ) -> None:
-    assert bucket.maintain(urgent=True, leases=(), purge_before_cas=NEVER) == MaintenanceStep()
+    assert (
+        bucket.maintenance.step(urgent=True, leases=(), purge_before_cas=NEVER) == MaintenanceStep()
+    )
     random, model = Random(2), Model(PARTITIONS)
     overwrite(bucket, model, random)
-    assert bucket.maintain(urgent=False, leases=(), purge_before_cas=NEVER) == MaintenanceStep()
+    assert (
+        bucket.maintenance.step(urgent=False, leases=(), purge_before_cas=NEVER)
+        == MaintenanceStep()
+    )
     steps = tidy(bucket, urgent=True)
     assert [step.is_compaction for step in steps] == [False]
-    assert bucket.maintain(urgent=True, leases=(), purge_before_cas=NEVER) == MaintenanceStep()
+    assert (
+        bucket.maintenance.step(urgent=True, leases=(), purge_before_cas=NEVER) == MaintenanceStep()
+    )
 
 
 def test_a_partition_that_is_always_due_keeps_no_other_from_being_compacted(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(bucket_storage, "GARBAGE_BYTES", 0)
+    monkeypatch.setattr(bucket_maintenance, "GARBAGE_BYTES", 0)
     # There are three steps of indexing for each step of compaction, and each supersedes more.
-    monkeypatch.setattr(bucket_storage, "WASTEFUL_SHARE", 1e9)
+    monkeypatch.setattr(bucket_maintenance, "WASTEFUL_SHARE", 1e9)
     bucket, model = new_bucket(SimulatedDisk(), SimulatedDisk()), Model(PARTITIONS)
 
     def overwrite_all(partition: int) -> None:
@@ -209,7 +214,7 @@ def test_a_partition_that_is_always_due_keeps_no_other_from_being_compacted(
         overwrite_all(0)
         if turn < 10:
             overwrite_all(1)
-        step = bucket.maintain(urgent=True, leases=(), purge_before_cas=NEVER)
+        step = bucket.maintenance.step(urgent=True, leases=(), purge_before_cas=NEVER)
         if step.is_compaction:
             compacted_partitions.add(step.partition)
     assert compacted_partitions == {0, 1}
@@ -239,7 +244,7 @@ def turns(bucket: BucketStorage) -> list[tuple[bool, int]]:
 def test_indexing_and_compaction_take_turns(
     bucket: BucketStorage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(bucket_storage, "WASTEFUL_SHARE", 1e9)
+    monkeypatch.setattr(bucket_maintenance, "WASTEFUL_SHARE", 1e9)
     indexing, compacting = STEPS_URGENT
     runs = turns(bucket)
     assert all(length <= (compacting if kind else indexing) for kind, length in runs), runs
@@ -297,7 +302,7 @@ def test_a_step_of_indexing_reads_a_bounded_part_of_all_logs_together(
     step = MaintenanceStep(has_more=True)
     while step.has_more:
         read_sizes.clear()
-        step = bucket.maintain(urgent=True, leases=(), purge_before_cas=NEVER)
+        step = bucket.maintenance.step(urgent=True, leases=(), purge_before_cas=NEVER)
         assert sum(read_sizes) <= limit + 5_000
     assert all(bucket.index.watermark(partition).seq == 8 for partition in range(partitions))
 
@@ -306,7 +311,7 @@ def test_partitions_with_little_to_index_share_a_commit(bucket: BucketStorage) -
     random, model = Random(10), Model(PARTITIONS)
     while not all(model.highs):
         overwrite(bucket, model, random)
-    step = bucket.maintain(urgent=True, leases=(), purge_before_cas=NEVER)
+    step = bucket.maintenance.step(urgent=True, leases=(), purge_before_cas=NEVER)
     progress = {
         other.partition: (other.indexed_seq, other.item_count) for other in step.other_partitions
     }
@@ -349,7 +354,7 @@ def test_maintenance_resumes_after_a_full_disk() -> None:
     log.fault = index.fault = refuse
     for _ in range(1_000):
         try:
-            step = bucket.maintain(urgent=True, leases=(), purge_before_cas=1 << 40)
+            step = bucket.maintenance.step(urgent=True, leases=(), purge_before_cas=1 << 40)
         except DiskFullError:
             continue
         if not step.has_more:
@@ -374,23 +379,23 @@ def test_compaction_does_not_wait_for_an_index_that_finds_no_room() -> None:
     tidy(bucket, urgent=True)
     for _ in range(100):
         overwrite(bucket, model, random)
-    while not bucket.maintain(urgent=True, leases=(), purge_before_cas=NEVER).is_compaction:
+    while not bucket.maintenance.step(urgent=True, leases=(), purge_before_cas=NEVER).is_compaction:
         pass
 
     def refuse() -> None:
         raise DiskFullError("no room")
 
     index.fault = refuse
-    compactions, steps = bucket._compactions, list[MaintenanceStep]()
+    compactions, steps = bucket.maintenance.compactions, list[MaintenanceStep]()
 
     def maintain() -> None:
         while True:
-            steps.append(bucket.maintain(urgent=True, leases=(), purge_before_cas=NEVER))
+            steps.append(bucket.maintenance.step(urgent=True, leases=(), purge_before_cas=NEVER))
 
     with pytest.raises(DiskFullError):
         maintain()
-    assert bucket._due_compaction() is None, "everything was compacted"
-    assert bucket._compactions > compactions
+    assert bucket.maintenance._due_compaction() is None, "everything was compacted"
+    assert bucket.maintenance.compactions > compactions
     assert all(step.is_compaction and step.has_more for step in steps)
     assert any(step.full_reason for step in steps)
     index.fault = None
@@ -402,7 +407,7 @@ def test_compaction_does_not_wait_for_an_index_that_finds_no_room() -> None:
 def test_a_full_disk_is_compacted_below_the_usual_garbage_limit(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(bucket_storage, "GARBAGE_BYTES", 1 << 40)
+    monkeypatch.setattr(bucket_maintenance, "GARBAGE_BYTES", 1 << 40)
     log, index = SimulatedDisk(), SimulatedDisk()
     bucket = new_bucket(log, index)
     random, model = Random(7), Model(PARTITIONS)
@@ -416,7 +421,7 @@ def test_a_full_disk_is_compacted_below_the_usual_garbage_limit(
             tidy(bucket, urgent=True)
             # There is room again, so compaction stops.
             overwrite(bucket, model, random)
-            assert not bucket._is_full
+            assert not bucket.maintenance.is_full
     assert 3 < full < 100
     for partition, high in enumerate(model.highs):
         model.check_read(bucket.log, partition, 0, high)
@@ -443,7 +448,9 @@ def test_a_disk_with_room_for_small_steps_only_is_compacted() -> None:
         model.check_read(bucket.log, partition, 0, high)
         mark = bucket.index.watermark(partition)
         assert (mark.seq, mark.item_count) == (high, len(model.contents(partition, high)))
-    assert (bucket._mutations_to_index, bucket._bytes_to_compact) == (300, COMPACTION_BYTES)
+    maintenance = bucket.maintenance
+    step_sizes = maintenance._mutations_to_index, maintenance._bytes_to_compact
+    assert step_sizes == (300, COMPACTION_BYTES)
 
 
 @pytest.mark.parametrize("error", [DiskFullError("no room"), CorruptionError("damaged")])
@@ -470,7 +477,7 @@ def test_the_purge_number_is_reported_even_if_the_index_fails(
         more = True
         while more and not failed:
             before_cas = max(model.highs) - 100
-            step = bucket.maintain(urgent=True, leases=(), purge_before_cas=before_cas)
+            step = bucket.maintenance.step(urgent=True, leases=(), purge_before_cas=before_cas)
             more, failed = step.has_more, step.is_stuck
             if step.partition is not None:
                 purge_seqs[step.partition] = step.purge_seq
@@ -487,10 +494,10 @@ def test_a_sequence_number_too_high_for_the_index_affects_its_partition_alone(
     for partition, end in ((0, seq), (1, 1)):
         chunk = chunk_of([row(Operation.SET, b"k", end, 1)], 0, end)
         bucket.commit([PartitionWrite(partition, record_of(end), [chunk])])
-    step = bucket.maintain(urgent=True, leases=(), purge_before_cas=NEVER)
+    step = bucket.maintenance.step(urgent=True, leases=(), purge_before_cas=NEVER)
     assert (step.partition, step.is_stuck) == (0, True)
     assert "63 bits" in step.damage
-    while bucket.maintain(urgent=True, leases=(), purge_before_cas=NEVER).has_more:
+    while bucket.maintenance.step(urgent=True, leases=(), purge_before_cas=NEVER).has_more:
         pass
     assert bucket.index.watermark(1).seq == 1
 
@@ -498,7 +505,7 @@ def test_a_sequence_number_too_high_for_the_index_affects_its_partition_alone(
 def test_a_chunk_may_be_larger_than_a_step_of_compaction(
     bucket: BucketStorage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(bucket_storage, "COMPACTION_BYTES", 1_000)
+    monkeypatch.setattr(bucket_maintenance, "COMPACTION_BYTES", 1_000)
     random, model = Random(9), Model(PARTITIONS)
     for _ in range(200):
         overwrite(bucket, model, random)
@@ -527,7 +534,7 @@ def test_what_leases_have_protected_is_compacted_once_they_are_released(
     bucket = new_bucket(log, index)
     random, model = Random(11), Model(PARTITIONS)
     if is_full:
-        monkeypatch.setattr(bucket_storage, "GARBAGE_BYTES", 1 << 40)
+        monkeypatch.setattr(bucket_maintenance, "GARBAGE_BYTES", 1 << 40)
     log.bytes_max = COMMIT_RESERVE_BYTES + 2_000_000
     with pytest.raises(DiskFullError):
         fill(bucket, model, random)
@@ -539,7 +546,7 @@ def test_what_leases_have_protected_is_compacted_once_they_are_released(
     sizes: list[list[int]] = []
     for held in held_leases:
         tidy(bucket, urgent=True, leases=held)
-        step = bucket.maintain(urgent=True, leases=held, purge_before_cas=NEVER)
+        step = bucket.maintenance.step(urgent=True, leases=held, purge_before_cas=NEVER)
         assert step == MaintenanceStep(), "it is not compacted over and over"
         sizes.append([bucket.log.chunk_bytes()[partition] for partition in range(PARTITIONS)])
         if is_opened_again:
