@@ -102,30 +102,29 @@ def column_parts(
     operations: Buffer,
     key_bytes: Buffer,
     values: Sequence[Buffer],
-) -> list[Buffer]:
+) -> list[array[int] | Buffer]:
     """The same in pieces, without a copy; the bytes of the values may be in several."""
-    value_bytes = sum(map(len, values))
-    parts: list[Buffer] = [
-        CHUNK_HEAD.pack(len(operations), len(key_bytes), value_bytes, 0, start, end)
-    ]
-    for column in (
+    count, key_length, value_length = len(operations), len(key_bytes), sum(map(len, values))
+    after_words, after_offsets = _PADDING[-4 * count & 7], _PADDING[-4 * (count + 1) & 7]
+    return [
+        CHUNK_HEAD.pack(count, key_length, value_length, 0, start, end),
         seqs,
         cas,
         expiries,
+        after_words,
         flags,
+        after_words,
         key_offsets,
+        after_offsets,
         value_offsets,
+        after_offsets,
         operations,
+        _PADDING[-count & 7],
         key_bytes,
-    ):
-        view = memoryview(column)
-        # An empty view cannot be cast; it has no bytes either way.
-        data = view.cast("B") if view.nbytes else b""
-        parts.append(data)
-        parts.append(_PADDING[-len(data) & 7])
-    parts += values
-    parts.append(_PADDING[-value_bytes & 7])
-    return parts
+        _PADDING[-key_length & 7],
+        *values,
+        _PADDING[-value_length & 7],
+    ]
 
 
 @lru_cache(maxsize=64)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import repeat
+from typing import Final
 
 from upr_protocol.chunk.chunk import Chunk
 from upr_protocol.chunk.layout import Buffer, encode_columns, offsets_of
 from upr_protocol.ids import Operation, SeqNo
+
+_SET: Final = bytes((Operation.SET,))
 
 
 def chunk_of_plain_sets(keys: Sequence[bytes], values: Sequence[bytes]) -> Chunk:
@@ -35,7 +37,7 @@ def chunk_of_plain_sets(keys: Sequence[bytes], values: Sequence[bytes]) -> Chunk
             zeros[: 4 * count],
             offsets_of(keys),
             offsets_of(values),
-            bytes(repeat(Operation.SET, count)),
+            _SET * count,
             b"".join(keys),
             b"".join(values),
         )

@@ -49,13 +49,13 @@ class ChunkPieces:
         return self._pieces
 
 
-def _with_small_ones_joined(parts: Sequence[Buffer]) -> list[Buffer]:
+def _with_small_ones_joined(parts: Sequence[array[int] | Buffer]) -> list[Buffer]:
     """Buffers with the same contents, of which only the large ones are not copied: an answer that
     waits to be sent counts by its bytes, and a dozen small objects take ten times as many."""
     pieces: list[Buffer] = []
-    small: list[Buffer] = []
+    small: list[array[int] | Buffer] = []
     for part in parts:
-        if memoryview(part).nbytes < LARGE_BYTES:
+        if isinstance(part, array) or len(part) < LARGE_BYTES:
             small.append(part)
             continue
         pieces += [b"".join(small), part]
