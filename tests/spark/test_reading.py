@@ -21,10 +21,9 @@ from upr_protocol.spark.driver_client import BucketDriverClient
 from upr_protocol.spark.errors import PipelineError
 from upr_protocol.spark.offset import PartitionOffset, StreamOffset
 from upr_protocol.spark.read_options import ReadOptions
-from upr_protocol.spark.read_tasks import PartitionRange, ReadTask
+from upr_protocol.spark.read_tasks import PartitionRange, ReadTask, ranges_between
 from upr_protocol.spark.reading import read_task
 from upr_protocol.spark.schema import READ_COLUMNS
-from upr_protocol.spark.stream_plan import ranges_between
 from upr_protocol.wire import Go
 
 COLUMNS = types.StructType([types.StructField("key", types.BinaryType())])

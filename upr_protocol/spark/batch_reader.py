@@ -15,11 +15,11 @@ from upr_protocol.errors import ServerError, Status
 from upr_protocol.ids import SEQ_MAX, HistoryId, PartitionId, SeqNo
 from upr_protocol.spark.driver_client import BucketDriverClient, DriverClient, holds_ranges
 from upr_protocol.spark.errors import OptionError, PipelineError, as_pipeline_error
+from upr_protocol.spark.range_options import check_named
 from upr_protocol.spark.read_options import ReadOptions
 from upr_protocol.spark.read_tasks import PartitionRange, ReadTask, tasks_of
 from upr_protocol.spark.reading import read_task
 from upr_protocol.spark.schema import check_schema
-from upr_protocol.spark.stream_plan import check_named
 from upr_protocol.spark.worker_call import worker_call
 
 

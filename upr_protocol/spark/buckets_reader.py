@@ -23,8 +23,7 @@ from upr_protocol.spark.offset import BUCKETS, StreamOffset
 from upr_protocol.spark.read_options import ReadOptions
 from upr_protocol.spark.reading import read_task
 from upr_protocol.spark.schema import check_schema
-from upr_protocol.spark.stream_backlog import StreamBacklog
-from upr_protocol.spark.stream_plan import BacklogSize
+from upr_protocol.spark.stream_backlog import BacklogSize, StreamBacklog
 from upr_protocol.spark.worker_call import worker_call
 
 Json = dict[str, Any]

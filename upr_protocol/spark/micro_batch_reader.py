@@ -35,11 +35,11 @@ from upr_protocol.spark.errors import PipelineError, as_pipeline_error
 from upr_protocol.spark.offset import StreamOffset
 from upr_protocol.spark.partition_rollback import rollback_error, rollback_needed
 from upr_protocol.spark.read_options import ReadOptions
-from upr_protocol.spark.read_tasks import PartitionRange, tasks_of
+from upr_protocol.spark.read_tasks import PartitionRange, ranges_between, tasks_of
 from upr_protocol.spark.reading import read_task
 from upr_protocol.spark.schema import check_schema
-from upr_protocol.spark.stream_backlog import StreamBacklog
-from upr_protocol.spark.stream_plan import BacklogSize, StreamPlan, ranges_between
+from upr_protocol.spark.stream_backlog import BacklogSize, StreamBacklog
+from upr_protocol.spark.stream_plan import StreamPlan
 from upr_protocol.spark.worker_call import worker_call
 
 
@@ -135,9 +135,9 @@ class MicroBatchReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         if self._initial is None:
             start, time = self._options.start, self._options.start_time
             self._initial = (
-                self._planner.initial_offset(start)
+                self._planner.start.initial_offset(start)
                 if time is None
-                else self._planner.initial_offset_at_time(time)
+                else self._planner.start.initial_offset_at_time(time)
             )
         return self._initial.to_json()
 
@@ -180,7 +180,7 @@ class MicroBatchReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
             self._planned_offset is not None
             and self._planned_offset.lease_id != old_offset.lease_id
         ):
-            self._planner.release_lease(self._planned_offset.lease_id)
+            self._planner.leases.release(self._planned_offset.lease_id)
         self._planned_offset = old_offset
 
     def _note_batch(self, before: StreamOffset, end: StreamOffset) -> None:
@@ -315,7 +315,7 @@ class MicroBatchReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
                 lease = acquire_new_lease(
                     self._server, [(partition, 0, end) for partition, _, end in bounds]
                 )
-        self._planner.release_lease_on_commit(lease.lease_id)
+        self._planner.leases.release_on_commit(lease.lease_id)
         return lease
 
     def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
@@ -325,13 +325,13 @@ class MicroBatchReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
     @worker_call()
     def commit(self, end: dict[str, Any]) -> None:
         """The batch that ends there is done with."""
-        self._planner.note_committed(self._offset(end))
+        self._planner.leases.note_committed(self._offset(end))
 
     def stop(self) -> None:
         """The query is over. What it has pinned stays so for as long as its lease: it may be
         started again, and read its last batch again."""
         if self._driver is not None:
-            self._planner.release_target_lease()
+            self._planner.leases.release_target()
             self._driver.close()
 
     def _offset(self, document: Mapping[str, Any]) -> StreamOffset:

@@ -237,3 +237,8 @@ def _number(value: Any) -> SeqNo:
     if not isinstance(value, int) or not 0 <= value <= SEQ_MAX:
         raise ValueError(f"{value!r} is not a 64-bit number")
     return SeqNo(value)
+
+
+def is_mid_snapshot(partitions: Mapping[PartitionId, PartitionOffset]) -> bool:
+    """Whether there is more of the snapshots that were begun."""
+    return any(offset.seq < offset.snapshot_end for offset in partitions.values())

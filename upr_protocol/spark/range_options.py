@@ -7,7 +7,8 @@ from datetime import UTC, datetime, timedelta
 
 import msgspec
 
-from upr_protocol.ids import PARTITIONS_END, SEQ_MAX
+from upr_protocol.client import PartitionNumbers
+from upr_protocol.ids import PARTITIONS_END, SEQ_MAX, PartitionId
 from upr_protocol.partition_numbers import parse_partition_numbers
 from upr_protocol.spark.errors import OptionError
 from upr_protocol.spark.options import SourceOptions
@@ -76,3 +77,19 @@ def _numbers(seq_of_text: Mapping[str, int]) -> dict[int, int]:
         if not (0 <= partition < PARTITIONS_END and 0 <= seq < SEQ_MAX):
             raise ValueError(f"partition {partition} cannot have the number {seq}")
     return numbers
+
+
+def check_named(
+    option: str,
+    seqs: Mapping[int, int],
+    bucket: str,
+    seqnos: Mapping[PartitionId, PartitionNumbers],
+) -> None:
+    """Makes sure that an option names only partitions of a bucket that are read. Raises
+    `OptionError`."""
+    for partition in seqs:
+        if partition not in seqnos:
+            raise OptionError(
+                f"the option {option} names partition {partition} of {bucket}; the partitions read "
+                f"are {min(seqnos)} to {max(seqnos)}"
+            )

@@ -10,6 +10,7 @@ from pyspark.sql.datasource import InputPartition
 
 from upr_protocol.failover import FailoverLog
 from upr_protocol.ids import HistoryId, PartitionId, SeqNo
+from upr_protocol.spark.offset import PartitionOffset, StreamOffset
 
 CORES: Final = 4
 """A Spark has 2 cores, or a multiple of 4, more often than not."""
@@ -150,3 +151,35 @@ def _task_count(count: int, count_min: int) -> int:
             whole_multiple if count <= TASK_GROWTH_MAX * whole_multiple else whole_multiple + CORES
         )
     return min(max(count, count_min), TASKS_MAX)
+
+
+def ranges_between(start: StreamOffset, end: StreamOffset) -> list[PartitionRange]:
+    """The ranges to read between two offsets.
+
+    Args:
+        start: Where the batch begins. Of the first batch, the end knows it better.
+        end: Where it ends.
+    """
+    starts = start.partitions if end.initial is None else end.initial
+    ranges = []
+    for partition, end_offset in end.partitions.items():
+        start_offset, marker = starts.get(partition, PartitionOffset()), None
+        if end_offset.rolled_back_from is not None:
+            to_seq = end_offset.snapshot_start
+            start_offset = PartitionOffset(seq=to_seq)
+            marker = RollbackMarker(end_offset.log.current, to_seq, end_offset.rolled_back_from)
+        if marker is None and start_offset.seq >= end_offset.seq:
+            continue
+        ranges.append(
+            PartitionRange(
+                partition,
+                end_offset.log,
+                start_offset.seq,
+                end_offset.seq,
+                end_offset.snapshot_start,
+                end_offset.snapshot_end,
+                marker=marker,
+                history_id=end_offset.log.current if end.lease_id else HistoryId(0),
+            )
+        )
+    return ranges

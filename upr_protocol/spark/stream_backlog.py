@@ -108,3 +108,17 @@ class BacklogAge:
                 del self._moments[:index]
                 return now_s - time_s
         return None
+
+
+@attrs.frozen
+class BacklogSize:
+    """What there is for the next batches of a stream.
+
+    Attributes:
+        numbers: How many sequence numbers.
+        may_wait: Whether the next batch may wait for more. It may not where the stream has to go
+            back, is inside a snapshot, or is to end at what there is.
+    """
+
+    numbers: int
+    may_wait: bool

@@ -5,48 +5,31 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from datetime import datetime
-from typing import Final, TypeVar
+from typing import Final
 
 import attrs
 
 from upr_protocol.client import HeldLease, PartitionInfo, PartitionNumbers
 from upr_protocol.errors import ServerError, Status
 from upr_protocol.failover import FailoverLog
-from upr_protocol.ids import SEQ_MAX, HistoryId, PartitionId, SeqNo
+from upr_protocol.ids import SEQ_MAX, PartitionId, SeqNo
 from upr_protocol.spark.batch_shares import StreamLimits, batch_ends, mean_size, sizes_of
-from upr_protocol.spark.driver_client import DriverClient, acquire_new_lease, holds_ranges
-from upr_protocol.spark.errors import OptionError, PipelineError
-from upr_protocol.spark.offset import PartitionOffset, StreamOffset
+from upr_protocol.spark.driver_client import DriverClient, holds_ranges
+from upr_protocol.spark.errors import PipelineError
+from upr_protocol.spark.offset import PartitionOffset, StreamOffset, is_mid_snapshot
 from upr_protocol.spark.partition_rollback import (
     rewound,
     rollback_error,
     rollback_needed,
     with_batch_end,
 )
-from upr_protocol.spark.read_tasks import PartitionRange, RollbackMarker
-from upr_protocol.spark.stream_backlog import BacklogAge, StreamBacklog
+from upr_protocol.spark.stream_backlog import BacklogAge, BacklogSize, StreamBacklog
+from upr_protocol.spark.stream_leases import StreamLeases
+from upr_protocol.spark.stream_start import PLAN_TRIES, StreamStart, failing_over_error
 
 _NOTHING: Final = PartitionOffset()
 
-PLAN_TRIES: Final = 10
-"""How often a plan is tried that failovers spoil. Mostly a failover takes longer than a plan."""
-
 Partitions = dict[PartitionId, PartitionOffset]
-T = TypeVar("T")
-
-
-@attrs.frozen
-class BacklogSize:
-    """What there is for the next batches of a stream.
-
-    Attributes:
-        numbers: How many sequence numbers.
-        may_wait: Whether the next batch may wait for more. It may not where the stream has to go
-            back, is inside a snapshot, or is to end at what there is.
-    """
-
-    numbers: int
-    may_wait: bool
 
 
 class StreamPlan:
@@ -67,6 +50,10 @@ class StreamPlan:
         new_lease_id: Draws a fresh non-zero random number.
         start_time: Of a stream that begins at a time: this time. It may not have passed.
         clock: Gives the time, in seconds.
+
+    Attributes:
+        start: Where the stream begins.
+        leases: What is pinned for it.
     """
 
     def __init__(
@@ -81,87 +68,26 @@ class StreamPlan:
         start_time: datetime | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        self.start = StreamStart(driver, bucket, durable=durable)
+        self.leases = StreamLeases(driver, new_lease_id)
         self._driver = driver
         self._bucket = bucket
         self._durable = durable
         self._marks_rollback = marks_rollback
         self._rewinds = rewinds
-        self._new_lease_id = new_lease_id
         self._start_time = start_time
         self._age = BacklogAge(clock)
-        self._leases: dict[int, None] = {}
-        """Leases of this process that are not released, oldest first."""
-        self._target_lease_id = 0
-        """The lease on what there was when the query began that is to end there; until it is known
-        where in it the stream stands."""
         self._target_ends: Mapping[PartitionId, SeqNo] = {}
         self._sizes: Mapping[PartitionId, float] = {}
         """Bytes a sequence number, by partition, of what was pinned last."""
-
-    # Where it begins.
-
-    def initial_offset(self, start: str | Mapping[int, int]) -> StreamOffset:
-        """Where a new stream begins: at `earliest`, `latest`, or at numbers by partition.
-
-        Raises:
-            PipelineError: A partition does not have the number that is named.
-        """
-        if start == "earliest":
-            return StreamOffset(self._bucket, {}, is_initial=True)
-        seqnos, infos = self._in_one_history(lambda seqnos: seqnos)
-        if not isinstance(start, str):
-            check_named("startingOffsets", start, self._bucket, seqnos)
-        partitions: Partitions = {}
-        for partition, numbers in seqnos.items():
-            if isinstance(start, str):
-                seq = numbers.persisted_seq if self._durable else numbers.high_seq
-            else:
-                seq = SeqNo(start.get(partition, 0))
-            if seq > numbers.high_seq:
-                raise PipelineError(
-                    "UPR_OPTION",
-                    f"startingOffsets names {seq} for partition {partition} of {self._bucket}, "
-                    f"which has numbers up to {numbers.high_seq}",
-                )
-            if seq:
-                partitions[partition] = PartitionOffset(infos[partition].log, seq, seq, seq)
-        return StreamOffset(self._bucket, partitions, is_initial=True)
-
-    def initial_offset_at_time(self, time: datetime) -> StreamOffset:
-        """Where a new stream begins that has the changes since a time.
-
-        Raises:
-            PipelineError: The server cannot be asked.
-        """
-        return self._moved_to_time(StreamOffset(self._bucket, {}, is_initial=True), time)
-
-    def _in_one_history(
-        self, question: Callable[[Mapping[PartitionId, PartitionNumbers]], T]
-    ) -> tuple[T, Mapping[PartitionId, PartitionInfo]]:
-        """An answer with numbers, and the logs of the histories that these are numbers of. If a
-        partition begins another history in between, all is asked again.
-
-        Args:
-            question: Asks, given how far each partition is.
-        """
-        for _ in range(PLAN_TRIES):
-            seqnos = self._driver.seqnos()
-            answer = question(seqnos)
-            infos = self._driver.partition_infos()
-            if all(
-                partition in infos and infos[partition].log.current == numbers.history_id
-                for partition, numbers in seqnos.items()
-            ):
-                return answer, infos
-        raise _failing_over_error()
 
     def stop_at_current_end(self) -> None:
         """No batch will go beyond what there is now, once it is on disk."""
         if self._durable:
             seqnos = self._driver.wait_until_persisted()
             ends = dict.fromkeys(seqnos, SEQ_MAX)
-            lease = self._acquire(dict.fromkeys(seqnos, SeqNo(0)), ends)
-            self._target_lease_id = lease.lease_id
+            lease = self.leases.acquire(dict.fromkeys(seqnos, SeqNo(0)), ends)
+            self.leases.note_target(lease.lease_id)
             self._target_ends = {pinned.partition: pinned.end for pinned in lease.ranges}
         else:
             seqnos = self._driver.seqnos()
@@ -185,7 +111,7 @@ class StreamPlan:
             ends[partition] - seq for partition, seq in _backlog(start.partitions, ends).items()
         )
         partitions = self._after_rollbacks(start, seqnos)
-        is_urgent = self._target_ends or _has_rollback(partitions) or _is_mid_snapshot(partitions)
+        is_urgent = self._target_ends or _has_rollback(partitions) or is_mid_snapshot(partitions)
         return BacklogSize(numbers, not is_urgent)
 
     def next_offset(self, start: StreamOffset, limits: StreamLimits) -> StreamOffset:
@@ -199,40 +125,21 @@ class StreamPlan:
             return self._end_after(start, limits)
         # If the time has not passed, rows have come since from before it, and more may come while
         # the batch is planned. What is pinned then is not read: the stream stays where it is.
-        moved_start = self._moved_to_time(start, self._start_time)
+        moved_start = self.start.moved_to_time(start, self._start_time)
         end = self._end_after(moved_start, limits)
         if end is moved_start:
             return start
-        if self._moved_to_time(start, self._start_time) != moved_start:
-            self.release_lease(end.lease_id)
+        if self.start.moved_to_time(start, self._start_time) != moved_start:
+            self.leases.release(end.lease_id)
             return start
         return end
-
-    def _moved_to_time(self, start: StreamOffset, time: datetime) -> StreamOffset:
-        """The beginning of the stream, behind all rows from before `time` that there are now."""
-
-        def seqs_at_time(_: Mapping[PartitionId, PartitionNumbers]) -> Mapping[int, int]:
-            seqs = self._driver.seqnos_at_time(time)
-            # The logs are at least as new as these.
-            self._driver.seqnos()
-            return seqs
-
-        seqs, infos = self._in_one_history(seqs_at_time)
-        moved: Partitions = {}
-        for partition, info in infos.items():
-            offset, seq = start.partition_offset(partition), SeqNo(seqs.get(partition, 0))
-            # Nothing was read yet. So if the place was lost, there is nothing to undo, and the rows
-            # since the time begin elsewhere.
-            if seq > offset.seq or rollback_needed(offset, info) is not None:
-                moved[partition] = PartitionOffset(info.log, seq, seq, seq)
-        return attrs.evolve(start, partitions={**start.partitions, **moved})
 
     def _end_after(self, start: StreamOffset, limits: StreamLimits) -> StreamOffset:
         for _ in range(PLAN_TRIES):
             end = self._end_unless_parted(start, limits)
             if end is not None:
                 return end
-        raise _failing_over_error()
+        raise failing_over_error()
 
     def _end_unless_parted(self, start: StreamOffset, limits: StreamLimits) -> StreamOffset | None:
         """Where the batch ends that begins at `start`; None if a partition has begun another
@@ -242,8 +149,8 @@ class StreamPlan:
         partitions = self._after_rollbacks(start, seqnos)
         if not self._durable:
             return self._plan_newest(start, partitions, seqnos, limits)
-        if not _has_rollback(partitions) and start.lease_id and _is_mid_snapshot(partitions):
-            lease = self._renew_lease(start.lease_id)
+        if not _has_rollback(partitions) and start.lease_id and is_mid_snapshot(partitions):
+            lease = self.leases.renew(start.lease_id)
             if lease is not None and _holds_snapshots(lease, partitions):
                 return self._limited_offset(
                     start, partitions, start.lease_id, limits, sizes_of(lease)
@@ -313,18 +220,6 @@ class StreamPlan:
             new_offsets[partition] = rewound(offset, infos[partition], SeqNo(0))
         return new_offsets
 
-    def _renew_lease(self, lease_id: int) -> HeldLease | None:
-        """The lease under which the stream is inside a snapshot; None when it is gone. That does no
-        harm: what it held of later batches was planned for none yet."""
-        try:
-            lease = self._driver.renew_lease(lease_id)
-        except ServerError as error:
-            if error.status is not Status.RANGE_GONE:
-                raise
-            return None
-        self.release_lease_on_commit(lease_id)
-        return lease
-
     def _plan_with_new_lease(
         self,
         start: StreamOffset,
@@ -338,22 +233,22 @@ class StreamPlan:
         }
         backlog = _backlog(partitions, ends)
         if not backlog:
-            self.release_target_lease()
+            self.leases.release_target()
             # Perhaps a partition went back that has nothing.
             return self._limited_offset(
                 start, self._begin_snapshots(partitions, {}, {}), 0, limits, {}
             )
         # To whatever is on disk when the lease is granted: nothing is overtaken. To a target only
         # where a lease has held all since that was the newest.
-        is_to_target = self._is_target_leased(backlog, ends)
+        is_to_target = self.leases.holds_target(backlog, ends)
         to = ends if is_to_target else dict.fromkeys(ends, SEQ_MAX)
         try:
-            lease = self._acquire(backlog, to)
+            lease = self.leases.acquire(backlog, to)
         except ServerError as error:
             if error.status is not Status.ROLLBACK_NEEDED:
                 raise
             partitions = self._after_purges(partitions)
-            lease = self._acquire(_backlog(partitions, ends), to)
+            lease = self.leases.acquire(_backlog(partitions, ends), to)
         is_usable = False
         try:
             infos = self._driver.partition_infos()
@@ -361,61 +256,26 @@ class StreamPlan:
                 not _has_parted_since(seqnos, partitions, infos)
                 and not _is_of_other_history(lease, infos)
                 # Another node may have become active before it granted the new lease.
-                and (not is_to_target or self._is_target_leased(backlog, ends))
+                and (not is_to_target or self.leases.holds_target(backlog, ends))
             )
         finally:
             if not is_usable:
-                self._driver.release_lease(lease.lease_id)
+                self.leases.release(lease.lease_id)
         if not is_usable:
             return None
-        self.release_lease_on_commit(lease.lease_id)
-        self.release_target_lease()
+        self.leases.release_on_commit(lease.lease_id)
+        self.leases.release_target()
         pinned = {range_.partition: range_.end for range_ in lease.ranges}
         if self._target_ends:
             self._target_ends = {**self._target_ends, **pinned}
         partitions = self._begin_snapshots(partitions, infos, pinned)
         return self._limited_offset(start, partitions, lease.lease_id, limits, sizes_of(lease))
 
-    def _is_target_leased(
-        self, starts: Mapping[PartitionId, SeqNo], ends: Mapping[PartitionId, SeqNo]
-    ) -> bool:
-        """Whether a lease has all from where the stream stands to where its query is to end. None
-        has it after a failover: what lies there now is another history's, or another node's, which
-        has compacted as it liked."""
-        if not self._target_lease_id:
-            return False
-        try:
-            lease = self._driver.renew_lease(self._target_lease_id)
-        except ServerError as error:
-            if error.status is not Status.RANGE_GONE:
-                raise
-            return False
-        return holds_ranges(
-            lease, ((partition, seq, ends[partition]) for partition, seq in starts.items())
-        )
-
-    def release_target_lease(self) -> None:
-        """What the stream has yet to read is pinned by a lease that begins where it stands, or
-        there is nothing."""
-        if self._target_lease_id:
-            target, self._target_lease_id = self._target_lease_id, 0
-            self._driver.release_lease(target)
-
     def _limit(self, partition: PartitionId, end: SeqNo) -> SeqNo:
         """How far a partition may be read."""
         if not self._target_ends:
             return end
         return min(end, self._target_ends.get(partition, SeqNo(0)))
-
-    def _acquire(
-        self, starts: Mapping[PartitionId, SeqNo], ends: Mapping[PartitionId, SeqNo]
-    ) -> HeldLease:
-        ranges = [(partition, seq, ends[partition]) for partition, seq in starts.items()]
-        return acquire_new_lease(self._driver, ranges, self._new_lease_id)
-
-    def release_lease_on_commit(self, lease_id: int) -> None:
-        """A lease is to be released when the batches are committed that are planned so far."""
-        self._leases.setdefault(lease_id)
 
     def _plan_newest(
         self,
@@ -504,26 +364,6 @@ class StreamPlan:
             self._bucket, unmoved | new_offsets, lease_id, initial, number_bytes=number_bytes
         )
 
-    # What is behind it.
-
-    def note_committed(self, end: StreamOffset) -> None:
-        """Nothing up to `end` is read again: its leases are not needed any more, but for the one
-        that the stream is in."""
-        lease_ids = list(self._leases)
-        # If it is one of another process, what this one has acquired is for later batches.
-        is_own = end.lease_id in self._leases
-        finished_lease_ids = lease_ids[: lease_ids.index(end.lease_id)] if is_own else []
-        if end.lease_id and not _is_mid_snapshot(end.partitions):
-            finished_lease_ids.append(end.lease_id)
-        for lease_id in finished_lease_ids:
-            self.release_lease(lease_id)
-
-    def release_lease(self, lease_id: int) -> None:
-        """Nothing that a lease pins is read any more; 0 for no lease."""
-        if lease_id:
-            self._leases.pop(lease_id, None)
-            self._driver.release_lease(lease_id)
-
     def progress(self, planned_offset: StreamOffset | None) -> tuple[StreamOffset, StreamBacklog]:
         """How far the server is, and what it has that is in no batch yet.
 
@@ -556,11 +396,6 @@ def _has_rollback(partitions: Mapping[PartitionId, PartitionOffset]) -> bool:
     return any(offset.rolled_back_from is not None for offset in partitions.values())
 
 
-def _is_mid_snapshot(partitions: Mapping[PartitionId, PartitionOffset]) -> bool:
-    """Whether there is more of the snapshots that were begun."""
-    return any(offset.seq < offset.snapshot_end for offset in partitions.values())
-
-
 def _holds_snapshots(lease: HeldLease, partitions: Mapping[PartitionId, PartitionOffset]) -> bool:
     """Whether a lease holds what there is more of the snapshots that were begun. It does not where
     a partition is asked for again that the lease's batch was without."""
@@ -580,22 +415,6 @@ def _backlog(
     """Partitions of which there is more, and where the stream stands in them."""
     seqs = {partition: partitions.get(partition, _NOTHING).seq for partition in ends}
     return {partition: seq for partition, seq in seqs.items() if seq < ends[partition]}
-
-
-def check_named(
-    option: str,
-    seqs: Mapping[int, int],
-    bucket: str,
-    seqnos: Mapping[PartitionId, PartitionNumbers],
-) -> None:
-    """Makes sure that an option names only partitions of a bucket that are read. Raises
-    `OptionError`."""
-    for partition in seqs:
-        if partition not in seqnos:
-            raise OptionError(
-                f"the option {option} names partition {partition} of {bucket}; the partitions read "
-                f"are {min(seqnos)} to {max(seqnos)}"
-            )
 
 
 def _has_parted_since(
@@ -629,44 +448,3 @@ def _is_of_other_history(lease: HeldLease, infos: Mapping[PartitionId, Partition
         not infos[range_.partition].log.contains(range_.history_id, range_.end)
         for range_ in lease.ranges
     )
-
-
-def _failing_over_error() -> PipelineError:
-    return PipelineError(
-        "UPR_SERVER",
-        "partitions have begun other histories each time that a batch was planned, "
-        f"{PLAN_TRIES} times: nodes fail over, or servers crash, again and again. Find out why, "
-        "and run the query again",
-    )
-
-
-def ranges_between(start: StreamOffset, end: StreamOffset) -> list[PartitionRange]:
-    """The ranges to read between two offsets.
-
-    Args:
-        start: Where the batch begins. Of the first batch, the end knows it better.
-        end: Where it ends.
-    """
-    starts = start.partitions if end.initial is None else end.initial
-    ranges = []
-    for partition, end_offset in end.partitions.items():
-        start_offset, marker = starts.get(partition, _NOTHING), None
-        if end_offset.rolled_back_from is not None:
-            to_seq = end_offset.snapshot_start
-            start_offset = PartitionOffset(seq=to_seq)
-            marker = RollbackMarker(end_offset.log.current, to_seq, end_offset.rolled_back_from)
-        if marker is None and start_offset.seq >= end_offset.seq:
-            continue
-        ranges.append(
-            PartitionRange(
-                partition,
-                end_offset.log,
-                start_offset.seq,
-                end_offset.seq,
-                end_offset.snapshot_start,
-                end_offset.snapshot_end,
-                marker=marker,
-                history_id=end_offset.log.current if end.lease_id else HistoryId(0),
-            )
-        )
-    return ranges
