@@ -109,6 +109,7 @@ from upr_server.storage.calls import (
 from upr_server.storage.errors import CorruptionError
 from upr_server.storage.online.bucket_disk import BucketDisk
 from upr_server.storage.online.flusher import STEP_ANSWERS, STEP_CALLS, Flusher, take_answers
+from upr_server.storage.online.index_lag import IndexLag
 from upr_server.storage.online.leases import LAPSED_S, LeaseBook
 from upr_server.storage.online.maintenance import Maintenance
 from upr_server.storage.processes import ProcessStore, open_store, send_in_steps
@@ -826,6 +827,7 @@ WHOLE: Final = tries(
     BucketDisk.run,
     BucketDisk.stop,
     Flusher.run,
+    IndexLag.wait,
     Maintenance.run,
     EventBus.running,
     EventBus.restore,

@@ -43,7 +43,7 @@ from upr_protocol.wire import (
     StreamEnd,
 )
 from upr_server.storage.chunk_log import ChunkLog
-from upr_server.storage.online import flusher
+from upr_server.storage.online import index_lag
 from upr_server.storage.records import (
     CLEAN_STOP,
     PARTITION,
@@ -94,7 +94,7 @@ async def test_damage_is_reported_at_once_and_other_partitions_are_served(
 ) -> None:
     store = await stored(is_index_damaged)
     # Commits wait for an index that is behind, but not for one that cannot go on.
-    monkeypatch.setattr(flusher, "UNINDEXED_MAX", 0)
+    monkeypatch.setattr(index_lag, "UNINDEXED_MAX", 0)
     with trio.fail_after(PROMPT_S):
         async with serving(store) as server, speaking(server) as peer:
             for key in (K0, NEVER):

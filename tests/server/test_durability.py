@@ -54,7 +54,7 @@ from upr_server.storage.calls import (
     StoreCall,
 )
 from upr_server.storage.errors import DiskFullError, StoreFailedError
-from upr_server.storage.online import flusher, maintenance
+from upr_server.storage.online import index_lag, maintenance
 from upr_server.storage.online.flusher import FULL_DISK_RETRY_S
 from upr_server.storage.simulated import SimulatedDirectory, SimulatedStore
 from upr_server.storage.simulated_disk import SimulatedDisk
@@ -494,7 +494,7 @@ class _HeldIndex(SimulatedStore):
 async def test_commits_wait_for_an_index_that_is_far_behind_and_moves(
     autojump_clock: trio.testing.MockClock, monkeypatch: pytest.MonkeyPatch, is_full: bool
 ) -> None:
-    monkeypatch.setattr(flusher, "UNINDEXED_MAX", 10)
+    monkeypatch.setattr(index_lag, "UNINDEXED_MAX", 10)
     store = _HeldIndex()
     store.is_full = is_full
     async with serving(store, 1) as server, speaking(server) as peer:
@@ -513,7 +513,7 @@ async def test_commits_wait_for_an_index_that_is_far_behind_and_moves(
 async def test_commits_do_not_wait_for_what_stays_unindexed_to_be_undone(
     autojump_clock: trio.testing.MockClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(flusher, "UNINDEXED_MAX", 10)
+    monkeypatch.setattr(index_lag, "UNINDEXED_MAX", 10)
     async with serving(SimulatedStore(), 1) as server, speaking(server) as peer:
         disk = server.catalog.disk_of(BUCKET)
         assert disk is not None
@@ -521,7 +521,7 @@ async def test_commits_do_not_wait_for_what_stays_unindexed_to_be_undone(
         with trio.fail_after(20):
             for index in range(40):
                 await answer_to(peer, await send(peer, sets(numbered(index)), PERSISTED))
-        assert disk.flusher.unindexed_count() == 40
+        assert disk.flusher.index_lag.unindexed_count() == 40
 
 
 class _CountedSteps(SimulatedStore):
@@ -550,10 +550,10 @@ async def test_commits_do_not_wake_maintenance_for_what_stays_unindexed_to_be_un
         for index in range(39):
             await answer_to(peer, await send(peer, sets(numbered(index)), PERSISTED))
         assert store.step_count - steps_before <= 1
-        assert disk.flusher.unindexed_count() == 39
+        assert disk.flusher.index_lag.unindexed_count() == 39
         await answer_to(peer, await send(peer, sets(numbered(39)), PERSISTED))
         await trio.testing.wait_all_tasks_blocked()
-        assert disk.flusher.unindexed_count() == 30
+        assert disk.flusher.index_lag.unindexed_count() == 30
 
 
 async def test_a_batch_that_was_taken_in_on_a_full_disk_is_not_done_again(

@@ -30,6 +30,7 @@ from upr_server.storage.api import Store
 from upr_server.storage.calls import Commit, StoreCall
 from upr_server.storage.errors import DiskFullError
 from upr_server.storage.online import flusher as flusher_module
+from upr_server.storage.online import index_lag
 from upr_server.storage.online.flusher import (
     FLUSH_INTERVAL_S,
     FULL_DISK_RETRY_S,
@@ -587,7 +588,7 @@ async def test_what_comes_while_a_commit_is_collected_goes_into_the_next(
 async def test_commits_wait_for_an_index_that_can_move(
     autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(flusher_module, "UNINDEXED_MAX", 5)
+    monkeypatch.setattr(index_lag, "UNINDEXED_MAX", 5)
     async with running(partitions=2) as run:
         first, second = run.bucket.partitions
         flusher = run.flusher
@@ -600,22 +601,22 @@ async def test_commits_wait_for_an_index_that_can_move(
 
         put(first, *(b"%d" % number for number in range(6)))
         await trio.sleep(1.0)
-        assert flusher.unindexed_count() == 6
+        assert flusher.index_lag.unindexed_count() == 6
         assert not await is_written()
         # One whose index is damaged is waited for no longer.
-        flusher.set_index_stuck(P0, True)
-        assert flusher.unindexed_count() == 0
+        flusher.index_lag.set_stuck(P0, True)
+        assert flusher.index_lag.unindexed_count() == 0
         await trio.sleep(1.0)
         assert second.manager.persistence.committed_seq == 1
-        flusher.set_index_stuck(P0, False)
+        flusher.index_lag.set_stuck(P0, False)
         assert not await is_written()
-        flusher.set_index_can_move(False)
+        flusher.index_lag.set_can_move(False)
         await trio.sleep(1.0)
         assert second.manager.persistence.committed_seq == 2
-        flusher.set_index_can_move(True)
+        flusher.index_lag.set_can_move(True)
         assert not await is_written()
         first.note_index_progress(SeqNo(6), 6)
-        flusher.set_index_can_move(True)
+        flusher.index_lag.set_can_move(True)
         await trio.sleep(1.0)
         assert second.manager.persistence.committed_seq == 3
 
@@ -624,12 +625,12 @@ async def test_commits_do_not_wait_for_the_index_of_what_a_replica_loads(
     autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Another node's data comes as fast as the disk takes it, for minutes."""
-    monkeypatch.setattr(flusher_module, "UNINDEXED_MAX", 5)
+    monkeypatch.setattr(index_lag, "UNINDEXED_MAX", 5)
     async with running(partitions=2) as run:
         first, second = run.bucket.partitions
         first.change_state(PartitionState.REPLICA, first.failover_log)
         first.restart_at(SeqNo(1000))
-        assert run.flusher.unindexed_count() == 1000
+        assert run.flusher.index_lag.unindexed_count() == 1000
         put(second, b"k")
         await trio.sleep(1.0)
         assert second.manager.persistence.committed_seq == 1
@@ -644,7 +645,7 @@ async def test_a_partition_that_hands_over_does_not_wait_for_the_index(
     autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nobody takes its writes meanwhile, and after ten seconds it is active again."""
-    monkeypatch.setattr(flusher_module, "UNINDEXED_MAX", 5)
+    monkeypatch.setattr(index_lag, "UNINDEXED_MAX", 5)
     async with running(partitions=2) as run:
         first, second = run.bucket.partitions
         put(first, *(b"%d" % number for number in range(6)))
@@ -664,7 +665,7 @@ async def test_a_partition_that_hands_over_does_not_wait_for_the_index(
 async def test_a_stop_writes_everything_at_once_however_far_behind_the_index_is(
     autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(flusher_module, "UNINDEXED_MAX", 0)
+    monkeypatch.setattr(index_lag, "UNINDEXED_MAX", 0)
     store, bucket = CommitLog(), new_bucket(2)
     flusher = Flusher(store, bucket, lambda: None, lambda _: iter(()))
     async with trio.open_nursery() as nursery:

@@ -28,11 +28,12 @@ import trio
 
 from upr_protocol.chunk import Chunk
 from upr_protocol.concurrency import Notifier
-from upr_protocol.ids import PartitionId, PartitionState, SeqNo
+from upr_protocol.ids import PartitionId, SeqNo
 from upr_server.engine import Bucket, Partition, SnapshotEndItem
 from upr_server.storage.api import Store
 from upr_server.storage.calls import Commit
 from upr_server.storage.errors import DiskFullError
+from upr_server.storage.online.index_lag import IndexLag
 from upr_server.storage.partition_write import PartitionWrite
 from upr_server.storage.records import PartialRecord, PartitionRecord
 
@@ -46,12 +47,6 @@ plain disk, and takes little memory on both sides of the pipe."""
 COMMIT_BYTES_MAX: Final = 2 * COMMIT_BYTES
 """A commit with so many bytes ends even inside a snapshot. It is longer by one chunk at most, and
 by answers to publishers."""
-
-UNINDEXED_MAX: Final = 512 * 1024
-"""Mutations that may be on disk and not yet in the index, without those of replicas. Beyond it
-commits wait. Then memory fills and publishers slow down, and what is overwritten meanwhile need not
-be written. Otherwise the index, and compaction, which needs it, would fall behind for as long as
-the load lasts."""
 
 FULL_DISK_RETRY_S: Final = 1.0
 """How long to wait before a retry while the disk is full."""
@@ -102,8 +97,7 @@ class Flusher:
             record of it, and its steps made; others have their turn between them.
 
     Attributes:
-        left_unindexed: How many mutations the index leaves out so that they can be undone. Commits
-            do not wait for these.
+        index_lag: How far the index is behind; commits wait for it.
         disk_full_reason: Why nothing can be written now; empty when it can.
     """
 
@@ -130,14 +124,10 @@ class Flusher:
         self._waiters = 0
         self._commit_made = Notifier()
         self._is_stopping = False
-        self._index_moved = Notifier()
-        self._index_can_move = True
-        # Partitions whose index is damaged: it follows their log no further.
-        self._stuck_partitions: set[PartitionId] = set()
         self._commits_under_way: dict[trio.Event, None] = {}
         self._commits = self._committed_bytes = self._committed_mutations = 0
         self._last_commit_s = self._longest_commit_s = 0.0
-        self.left_unindexed = 0
+        self.index_lag = IndexLag(bucket)
         self.disk_full_reason = ""
         self._last_commit_at = trio.current_time()
         for partition in bucket.partitions:
@@ -180,7 +170,7 @@ class Flusher:
         self._waiters += 1
         self._wakeup.notify()
         # It may wait for a partition that hands over.
-        self._index_moved.notify()
+        self.index_lag.check_again()
         try:
             await self._commit_made.wait_until(
                 lambda: partition.manager.persistence.committed_seq >= seq
@@ -241,14 +231,14 @@ class Flusher:
             if not self._dirty_partitions:
                 return
             await self._linger()
-            await self._keep_pace()
+            await self.index_lag.wait(lambda: self._is_stopping)
             await self._commit_group(await self._collect_group())
 
     def stop(self) -> None:
         """Makes `run` write what there is to disk, and end. No more mutations may come."""
         self._is_stopping = True
         self._wakeup.notify()
-        self._index_moved.notify()
+        self.index_lag.check_again()
 
     async def _linger(self) -> None:
         """Lets more changes gather, unless somebody waits for durability."""
@@ -256,50 +246,6 @@ class Flusher:
             await self._wakeup.wait_until(
                 lambda: bool(self._callbacks or self._waiters) or self._is_stopping
             )
-
-    async def _keep_pace(self) -> None:
-        """Lets the index catch up if it is far behind, and can."""
-        await trio.lowlevel.checkpoint()
-        await self._index_moved.wait_until(
-            lambda: (
-                not self._index_can_move
-                or self._is_stopping
-                or self._hands_over()
-                # Replicas wait for no index: what they load must not hold up publishers here.
-                or self.unindexed_count(of_replicas=False) <= UNINDEXED_MAX + self.left_unindexed
-            )
-        )
-
-    def _hands_over(self) -> bool:
-        """Whether a partition takes no writes until all that it has is on disk. O(partitions)."""
-        return any(
-            partition.state is PartitionState.PENDING
-            and partition.high_seq > partition.manager.persistence.committed_seq
-            for partition in self._bucket.partitions
-        )
-
-    def unindexed_count(self, *, of_replicas: bool = True) -> int:
-        """How many mutations are on disk and not yet in the index, those of replicas if
-        `of_replicas`, without the partitions whose index is stuck. O(partitions)."""
-        return sum(
-            partition.manager.persistence.committed_seq - partition.eviction.indexed_seq
-            for partition in self._bucket.partitions
-            if partition.id not in self._stuck_partitions
-            and (of_replicas or partition.state is not PartitionState.REPLICA)
-        )
-
-    def set_index_stuck(self, partition: PartitionId, is_stuck: bool) -> None:
-        """Tells whether a partition's index is damaged. Then commits must not wait for it."""
-        if is_stuck:
-            self._stuck_partitions.add(partition)
-        else:
-            self._stuck_partitions.discard(partition)
-        self._index_moved.notify()
-
-    def set_index_can_move(self, can_move: bool) -> None:
-        """Tells that the index has come further; or that it cannot, and commits must not wait."""
-        self._index_can_move = can_move
-        self._index_moved.notify()
 
     async def _collect_group(self) -> list[PartitionWrite]:
         """Collects the next group commit: the whole snapshots that partitions have now, until they

@@ -81,11 +81,11 @@ class Maintenance:
     def undo_mutations(self) -> int:
         """How many of the newest mutations stay out of the index, unless memory is short or they
         are looked up: what is not indexed can be undone exactly."""
-        return self._flusher.left_unindexed
+        return self._flusher.index_lag.left_unindexed
 
     @undo_mutations.setter
     def undo_mutations(self, count: int) -> None:
-        self._flusher.left_unindexed = count
+        self._flusher.index_lag.left_unindexed = count
 
     def wake(self) -> None:
         """Has it look for something to do."""
@@ -94,7 +94,7 @@ class Maintenance:
     def note_committed(self) -> None:
         """Tells of a commit. If there is little to index, it can wait until `run` looks again."""
         self._last_commit_at = trio.current_time()
-        if self._flusher.unindexed_count() >= INDEX_LAG_MUTATIONS + self.undo_mutations:
+        if self._flusher.index_lag.unindexed_count() >= INDEX_LAG_MUTATIONS + self.undo_mutations:
             self.wake()
 
     def abandon(self) -> None:
@@ -157,7 +157,7 @@ class Maintenance:
                 # Indexing can wait, and even compaction needs some space. But those who wait for
                 # the index must not.
                 self._disk_full_reason = str(error)
-                self._flusher.set_index_can_move(False)
+                self._flusher.index_lag.set_can_move(False)
                 self._progress.notify()
                 await trio.sleep(FULL_DISK_RETRY_S)
             if not has_more:
@@ -215,7 +215,7 @@ class Maintenance:
             await commit_noted.wait()
         self._leases.mark_broken(step.broken_leases)
         self._disk_full_reason = step.full_reason
-        self._flusher.set_index_can_move(not step.full_reason)
+        self._flusher.index_lag.set_can_move(not step.full_reason)
         if step.partition is None:
             return False
         partition = self._bucket.partitions[step.partition]
@@ -250,13 +250,13 @@ class Maintenance:
             self._stuck_reasons.setdefault(partition, step.damage)
         else:
             self._stuck_reasons.pop(partition, None)
-        self._flusher.set_index_stuck(partition, step.is_stuck)
+        self._flusher.index_lag.set_stuck(partition, step.is_stuck)
 
     def note_refused(self, partition: Partition) -> None:
         """A partition is refused, as a record of it is damaged: its index follows its log no
         further."""
         self._stuck_reasons[partition.id] = partition.damage
-        self._flusher.set_index_stuck(partition.id, True)
+        self._flusher.index_lag.set_stuck(partition.id, True)
         self._progress.notify()
         # The figures of its disk are to name it.
         self.wake()
@@ -265,6 +265,6 @@ class Maintenance:
         """Figures of the bucket's disk, as of the last step, and of what is left to do."""
         return {
             **self._figures,
-            "unindexed_mutations": self._flusher.unindexed_count(),
+            "unindexed_mutations": self._flusher.index_lag.unindexed_count(),
             "full": self._disk_full_reason,
         }
