@@ -13,7 +13,7 @@ import pyarrow as pa
 import pytest
 from pyarrow import parquet
 from pyspark.errors import AnalysisException, PySparkException
-from pyspark.sql import DataFrame, SparkSession
+from pyspark.sql import DataFrame, SparkSession, types
 
 from tests.kit.mirror import Mirror
 from tests.spark.interrupted import (
@@ -27,8 +27,15 @@ from tests.spark.interrupted import (
 )
 from tests.spark.server import BlockingServer, blocking_server
 from upr_protocol.client import BlockingClient, BlockingConsumer
+from upr_protocol.spark.errors import PipelineError
+from upr_protocol.spark.write_options import WriteOptions
+from upr_protocol.spark.writer import StreamWriter
 
 NewBucket = Callable[..., str]
+
+SCHEMA = types.StructType(
+    [types.StructField(name, types.StringType()) for name in ("key", "value")]
+)
 
 MOMENT = dt.datetime(2024, 1, 31, 12, 0, 0, 5, dt.UTC)
 
@@ -366,3 +373,37 @@ def test_a_stream_batch_that_runs_again_with_other_rows_is_refused(
     with pytest.raises(PySparkException, match="UPR_REPLAY_DIFFERS"):
         stream.run()
     assert mutations(url) == 200
+
+
+def test_a_stream_with_the_trigger_continuous_commits_nothing(
+    spark: SparkSession, new_bucket: NewBucket, tmp_path: Path
+) -> None:
+    """Spark calls no writer then, and fails no query for an error of the commit."""
+    url = new_bucket()
+    rows = spark.readStream.format("rate").option("rowsPerSecond", 10).load()
+    stream = rows.selectExpr("string(value) AS key", "string(value) AS value").writeStream
+    query = (
+        stream.format("upr")
+        .option("url", url)
+        .option("checkpointLocation", str(tmp_path))
+        .trigger(continuous="100 milliseconds")
+        .start()
+    )
+    try:
+        # Spark commits the end of an interval before the next ones.
+        while not (tmp_path / "offsets" / "5").exists():
+            assert not query.awaitTermination(1)
+        assert list((tmp_path / "commits").glob("*")) == []
+    finally:
+        query.stop()
+    assert mutations(url) == 0
+
+
+def test_the_commit_of_a_stream_with_the_trigger_continuous_is_refused(
+    new_bucket: NewBucket,
+) -> None:
+    options = WriteOptions.parse({"url": new_bucket()}, SCHEMA, overwrite=False)
+    with pytest.raises(
+        PipelineError, match=r"UPR_CONTINUOUS.*start the query with another trigger"
+    ):
+        StreamWriter(options).commit([None, None], 0)

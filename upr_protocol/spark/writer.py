@@ -278,8 +278,16 @@ class StreamWriter(DataSourceStreamArrowWriter):
         """Every task of a batch has succeeded: publishes what they have prepared.
 
         Raises:
-            PipelineError: It cannot go on. What was written stays.
+            PipelineError: It cannot go on. What was written stays. Or the trigger is `continuous`:
+                only then a task that succeeds has no message, as Spark has given it no rows. Spark
+                logs this error, and commits nothing more; the query does not fail.
         """
+        if None in messages:
+            raise PipelineError(
+                "UPR_CONTINUOUS",
+                "Spark gives a bucket no rows with the trigger continuous, so nothing is written; "
+                "start the query with another trigger and a new checkpointLocation",
+            )
         counts = _commit(self._options, messages, self._started_s)
         _log.info("wrote batch %d to %s: %s", batchId, self._options.address, counts)
 
