@@ -498,6 +498,18 @@ async def test_a_start_without_what_it_needs_is_one_sentence(limit: str, tmp_pat
     assert finished.err.count("\n") == 1
 
 
+@pytest.mark.parametrize("limit", [0, 1000])
+async def test_a_start_with_too_low_a_limit_of_file_sizes_names_the_limit(
+    limit: int, tmp_path: Path
+) -> None:
+    """The advice was to give the user write permission, or to look at all limits."""
+    serve = ("serve", "--listen", "127.0.0.1:0", "--data-dir", str(tmp_path / "data"))
+    finished = await run(("sh", "-c", f'ulimit -f {limit} && exec "$@"', "sh", *UPR_SERVER, *serve))
+    assert (finished.code, finished.out) == (1, "")
+    assert finished.err.endswith("raise the limit of a file's size (`ulimit -f unlimited`)\n")
+    assert finished.err.count("\n") == 1
+
+
 @pytest.mark.parametrize(
     "command",
     ["from upr_server.entry import upr_server", "from upr_server.indexer.command import main"],

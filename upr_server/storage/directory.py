@@ -81,13 +81,10 @@ def prepare(path: Path) -> None:
             code = errno.EROFS if is_read_only else errno.EACCES
             raise OSError(code, os.strerror(code))
     except OSError as error:
-        advice = "give the server's user write permission"
-        if error.errno == errno.EROFS:
-            advice = "mount its file system for writing"
-        raise DataDirectoryError(
-            f"{path} cannot be written: {error.strerror}; {advice}, or choose another directory "
-            "with --data-dir"
-        ) from error
+        advice = _advice(error)
+        if error.errno != errno.EFBIG:
+            advice = f"{advice}, or choose another directory with --data-dir"
+        raise DataDirectoryError(f"{path} cannot be written: {error.strerror}; {advice}") from error
 
 
 def _is_new(path: Path) -> bool:
@@ -164,6 +161,10 @@ def _advice(error: OSError) -> str:
     """What helps where the system refuses to make files."""
     if error.errno in (errno.EMFILE, errno.ENFILE):
         return "raise the limit of open files (`ulimit -n`), or delete buckets"
+    if error.errno == errno.EROFS:
+        return "mount its file system for writing"
+    if error.errno == errno.EFBIG:
+        return "raise the limit of a file's size (`ulimit -f unlimited`)"
     if error.errno == errno.ENOTEMPTY:
         return "a folder of this name is there: move it away, or start the server again"
     return "give the server's user write permission"
