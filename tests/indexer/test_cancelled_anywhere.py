@@ -1,9 +1,9 @@
 """Every asynchronous operation of the indexer, cancelled at each of its steps in turn.
 
-Beside a real server, on a network in memory and in the time of a mock clock; what the indexer gives
-to threads is done in the loop. After each cancellation no task and no connection is left, nobody
-holds anything, and the indexes hold what they are to hold. What runs for ever is cancelled with the
-indexer that it is part of. An operation that is in no test here fails the last one.
+The indexer runs beside a real server, on a network in memory and with a mock clock. Work that the
+indexer gives to threads is done in the event loop. After each cancellation no task, no connection
+and no reserved memory is left, and the indexes have the right entries. Tasks that run for ever are
+cancelled with their indexer. The last test fails if no other test cancels an operation.
 """
 
 from __future__ import annotations
@@ -107,10 +107,10 @@ CITY: Final = IndexDefinition(("city",))
 DESIGN: Final = b'{"indexes": {"city": {"key": ["city"]}}}'
 CONTENTS: Final = {b"k%d" % n: json.dumps({"city": "abc"[n % 3]}).encode() for n in range(9)}
 EVERY: Final = 7
-"""Where there are hundreds of steps, one of this many is tried."""
+"""Operations of hundreds of steps are cancelled at one step of this many."""
 
 TRIED: Final[set[Function]] = set()
-"""Those that tests below say they cancel; each test sees that it does."""
+"""The operations that the tests below cancel. Each test checks that it cancels its own."""
 
 
 def tries(*functions: Function) -> tuple[Function, ...]:
@@ -119,7 +119,7 @@ def tries(*functions: Function) -> tuple[Function, ...]:
 
 
 async def in_the_loop(function: Callable[..., T], *arguments: Any, **_options: Any) -> T:
-    """What a thread does, without one: it can be cancelled before it begins, and not after."""
+    """Takes the place of a thread: the call can be cancelled before it begins, but not later."""
     await trio.lowlevel.checkpoint()
     result = function(*arguments)
     await trio.lowlevel.cancel_shielded_checkpoint()
@@ -141,8 +141,8 @@ async def server(network: MemoryNetwork, autojump_clock: MockClock) -> AsyncIter
         yield server
 
 
-def whole(server: Server, indexer: Indexer) -> None:
-    """Nobody holds anything of an indexer, nor of its server."""
+def check_nothing_is_held(server: Server, indexer: Indexer) -> None:
+    """Checks that nothing of an indexer or of its server is held."""
     check(server)
     assert indexer.pool.scan_bytes == 0
     assert indexer.pool.used_bytes == 0
@@ -154,7 +154,7 @@ def whole(server: Server, indexer: Indexer) -> None:
 
 
 async def read_twice(indexer: Indexer) -> None:
-    """Two readers of one moment, one after the other."""
+    """Two tasks read one moment, one after the other."""
     file = indexer.slices[0].definitions.find(name_of("d/city")).file
     moment = indexer.slices[0].moments.hold(file, file.open_view())
 
@@ -172,7 +172,7 @@ async def read_twice(indexer: Indexer) -> None:
 
 
 async def hold_and_release(indexer: Indexer) -> None:
-    """A moment, until it is released."""
+    """Has a moment held, and releases it."""
     page = await ask(indexer, "d/city", Query(hold_s=1))
     try:
         await indexer.scanner.release(page.moment)
@@ -182,7 +182,7 @@ async def hold_and_release(indexer: Indexer) -> None:
 
 
 async def stream_entries(indexer: Indexer) -> None:
-    """All entries as lines."""
+    """Reads all entries as lines."""
     lines: list[bytes] = []
 
     async def take(piece: bytes) -> None:
@@ -230,12 +230,12 @@ INSIDE: Final[dict[Function, tuple[Function, ...]]] = {
     Scanner.release: (Slice.release,),
     Indexer.statistics: (Slice.statistics,),
 }
-"""What a question asks in its turn."""
+"""The operations inside each question."""
 tries(*QUESTIONS, *(function for functions in INSIDE.values() for function in functions))
 
 
 @pytest.mark.parametrize("function", QUESTIONS)
-async def test_a_question(
+async def test_questions_to_an_indexer_can_be_cancelled(
     network: MemoryNetwork,
     server: Server,
     autojump_clock: MockClock,
@@ -262,14 +262,14 @@ async def test_a_question(
             await trio.sleep(5)
 
         def look() -> None:
-            whole(server, indexer)
+            check_nothing_is_held(server, indexer)
             assert network.open == open_before
 
         async def then() -> None:
             await work()
             assert await scan(indexer, "d/city") == by_brute_force(CITY, CONTENTS)
 
-        # Behind each that is created an index is built.
+        # Each design that is created has an index built, which takes many steps.
         every = 3 if function is Designs.create else 1
         cancellations = await cancelled_at_each_step(
             work,
@@ -285,7 +285,7 @@ async def test_a_question(
 DROP: Final = tries(Designs.drop)
 
 
-async def test_a_design_is_dropped(
+async def test_the_drop_of_a_design_can_be_cancelled(
     network: MemoryNetwork, server: Server, autojump_clock: MockClock, tmp_path: Path
 ) -> None:
     async with an_indexer(server.url(BUCKET), tmp_path) as indexer:
@@ -306,7 +306,12 @@ async def test_a_design_is_dropped(
 
         await there()
         cancellations = await cancelled_at_each_step(
-            work, lambda: whole(server, indexer), then=then, undo=there, every=3, reaching=DROP
+            work,
+            lambda: check_nothing_is_held(server, indexer),
+            then=then,
+            undo=there,
+            every=3,
+            reaching=DROP,
         )
     cancellations.check_inside(*DROP)
 
@@ -314,7 +319,7 @@ async def test_a_design_is_dropped(
 ROOM: Final = tries(MemoryPool.wait_for_room)
 
 
-async def test_a_stream_waits_for_room(autojump_clock: MockClock) -> None:
+async def test_the_wait_for_room_in_the_pool_can_be_cancelled(autojump_clock: MockClock) -> None:
     pool = MemoryPool(100)
 
     async def pause() -> None:
@@ -360,10 +365,10 @@ RUN: Final = tries(
 )
 
 
-async def test_an_indexer(
+async def test_an_indexer_can_be_cancelled(
     network: MemoryNetwork, server: Server, autojump_clock: MockClock, tmp_path: Path
 ) -> None:
-    """From nothing to an index that is built, asked, fed, and dropped."""
+    """An indexer starts, builds an index, answers scans, applies a change, and drops the index."""
     contents, numbers = dict(CONTENTS), count()
     open_before = network.open
 
@@ -398,10 +403,10 @@ WORKER_RUN: Final = tries(
 )
 
 
-async def test_an_indexer_of_workers(
+async def test_an_indexer_with_workers_can_be_cancelled(
     network: MemoryNetwork, server: Server, autojump_clock: MockClock, tmp_path: Path
 ) -> None:
-    """The workers are tasks of this process."""
+    """The workers are tasks of this process, not processes."""
     url, open_before = server.url(BUCKET), network.open
     make_holder = workers_in_the_loop(url, tmp_path)
 
@@ -425,7 +430,7 @@ async def test_an_indexer_of_workers(
 
 
 async def ask_for_a_moment(nodes: Nodes) -> None:
-    """A moment, until it is released."""
+    """Has a moment held by the nodes, and releases it."""
     page = await ask(nodes.running[0], "d/city", Query(consistency="now", hold_s=1))
     try:
         await nodes.running[0].scanner.release(page.moment)
@@ -436,7 +441,7 @@ async def ask_for_a_moment(nodes: Nodes) -> None:
 
 
 async def ask_each_copy(nodes: Nodes) -> None:
-    """What is asked beside scans."""
+    """Sends the messages that are not part of scans to each copy."""
     await nodes.running[0].stop()
     for holder in nodes.running[0].holders:
         assert isinstance(holder, ReplicatedSlice)
@@ -474,10 +479,10 @@ AT_THE_LINK: Final[dict[Function, Function]] = {
 tries(*NODE_QUESTIONS, *AT_THE_LINK.values())
 
 
-async def test_questions_to_nodes(
+async def test_questions_to_several_nodes_can_be_cancelled(
     network: MemoryNetwork, server: Server, autojump_clock: MockClock, tmp_path: Path
 ) -> None:
-    """Two nodes, whose links are streams in memory."""
+    """There are two nodes, whose links are streams in memory."""
     async with some_nodes(server.url(BUCKET), tmp_path, 2, 2, 0) as nodes:
         await nodes.running[0].designs.create("d", DESIGN)
         for indexer in nodes.running.values():
@@ -486,10 +491,10 @@ async def test_questions_to_nodes(
 
         def look() -> None:
             for indexer in nodes.running.values():
-                whole(server, indexer)
+                check_nothing_is_held(server, indexer)
 
         async def rest() -> None:
-            # What a link was cancelled with is over when its answer has come.
+            # A question that was cancelled ends at the other node when its answer arrives.
             await trio.sleep(1)
 
         for function, question in NODE_QUESTIONS.items():
@@ -505,7 +510,7 @@ async def test_questions_to_nodes(
 NODES_RUN: Final = tries(ReplicatedSlice.run, RemoteSlice.run, serve_link)
 
 
-async def test_nodes_of_an_indexer(
+async def test_the_nodes_of_an_indexer_can_be_cancelled(
     network: MemoryNetwork, server: Server, autojump_clock: MockClock, tmp_path: Path
 ) -> None:
     url, open_before = server.url(BUCKET), network.open
@@ -530,7 +535,7 @@ async def test_nodes_of_an_indexer(
 WHO_LINKS: Final = tries(BucketHistories.statement, BucketHistories.check, Membership.check)
 
 
-async def test_who_may_link(
+async def test_the_check_of_a_node_that_links_can_be_cancelled(
     network: MemoryNetwork, server: Server, autojump_clock: MockClock
 ) -> None:
     url, open_before = server.url(BUCKET), network.open
@@ -554,7 +559,7 @@ async def test_who_may_link(
 OUTBOX: Final = tries(MessageStream.wait_until_unsent_below)
 
 
-async def test_an_outbox() -> None:
+async def test_the_wait_for_unsent_messages_can_be_cancelled() -> None:
     async def work() -> None:
         ours, theirs = trio.testing.memory_stream_pair()
         frames = MessageStream(ours, ToNode)
@@ -571,7 +576,7 @@ async def test_an_outbox() -> None:
 FOLDERS: Final = tries(retry_while_in_use, remove_other_slices)
 
 
-async def test_waiting_for_a_folder(
+async def test_the_wait_for_a_folder_can_be_cancelled(
     network: MemoryNetwork, autojump_clock: MockClock, tmp_path: Path
 ) -> None:
     folder = tmp_path / SliceId(1, 2).folder
@@ -601,8 +606,10 @@ SOCKETS: Final = tries(
 )
 
 
-async def test_a_web_socket(monkeypatch: pytest.MonkeyPatch, autojump_clock: MockClock) -> None:
-    """Its other side is an application, behind a server that knows the protocol."""
+async def test_web_sockets_can_be_cancelled(
+    monkeypatch: pytest.MonkeyPatch, autojump_clock: MockClock
+) -> None:
+    """The other side is an application behind a server for web sockets."""
     accepts = True
     servers: trio.Nursery
 
@@ -641,7 +648,7 @@ async def test_a_web_socket(monkeypatch: pytest.MonkeyPatch, autojump_clock: Moc
 PROCESS: Final = tries(worker_process)
 
 
-async def test_a_worker_process() -> None:
+async def test_the_start_of_a_worker_process_can_be_cancelled() -> None:
     async def work() -> None:
         async with worker_process() as stream:
             await stream.send_all(b"")
@@ -652,10 +659,10 @@ async def test_a_worker_process() -> None:
 UNDOING: Final = tries(IndexerStream.run, Pipeline.drain, Pipeline.wait_until, Pipeline.sync)
 
 
-async def test_a_rollback(
+async def test_a_rollback_of_an_index_can_be_cancelled(
     network: MemoryNetwork, autojump_clock: MockClock, tmp_path: Path
 ) -> None:
-    """Whatever had been taken back by then, the rest is taken back by the next."""
+    """The next start completes a rollback that was cancelled."""
     world, numbers = World(0, tmp_path), count()
     world.undo_mutations = 1000
     rollbacks = 0
@@ -663,7 +670,7 @@ async def test_a_rollback(
         await world.crash("indexer")
 
         async def part() -> None:
-            """The indexer has what the server loses."""
+            """Has the indexer apply changes, which the server then loses."""
             await world.start_indexer()
             await world.client.set("_design/d", DESIGN, durability=Durability.PERSISTED)
             for key, value in CONTENTS.items():
@@ -701,7 +708,7 @@ async def test_a_rollback(
 SERVING: Final = tries(serving, answering_over_http)
 
 
-async def test_over_http(
+async def test_the_http_server_can_be_cancelled(
     network: MemoryNetwork, server: Server, autojump_clock: MockClock, tmp_path: Path
 ) -> None:
     async with an_indexer(server.url(BUCKET), tmp_path) as indexer:
@@ -717,7 +724,7 @@ async def test_over_http(
 ACCESS: Final = tries(HttpAccess.run, HttpAccess.check, HttpAccess.check_node, LogInTurns.turn)
 
 
-async def test_who_may_ask(
+async def test_the_check_of_a_user_can_be_cancelled(
     network: MemoryNetwork, server: Server, autojump_clock: MockClock
 ) -> None:
     server.users.users = USERS
@@ -745,7 +752,7 @@ async def test_who_may_ask(
 SIGNALS: Final = tries(serve)
 
 
-async def test_until_a_signal(
+async def test_the_daemon_can_be_cancelled(
     network: MemoryNetwork, server: Server, autojump_clock: MockClock, tmp_path: Path
 ) -> None:
     config = IndexerConfig(
@@ -758,7 +765,7 @@ async def test_until_a_signal(
     async def work() -> None:
         await serve(config, on_listening)
 
-    # A signal that nobody heard before the end comes to whoever heard it before.
+    # A signal that is not handled before the end goes to the handler of before.
     before = signal.signal(signal.SIGTERM, signal.SIG_IGN)
     try:
         cancellations = await cancelled_at_each_step(work, then=work, every=EVERY, reaching=SIGNALS)
@@ -767,6 +774,6 @@ async def test_until_a_signal(
     cancellations.check_inside(*SIGNALS)
 
 
-def test_nothing_is_forgotten() -> None:
+def test_every_operation_is_cancelled_by_a_test() -> None:
     operations = {async_names.name_of(function) for function in TRIED}
     assert operations == async_names.below("upr_server.indexer")
