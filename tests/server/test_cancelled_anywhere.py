@@ -1,9 +1,9 @@
 """Every asynchronous operation of the server, cancelled at each of its steps in turn.
 
-On simulated disks that take a moment for each call, and a network in memory, in the time of a mock
-clock. After each cancellation no task is left, nobody holds anything, the disk and memory agree,
-and the same operation works. What runs for ever is cancelled with the server that it is part of,
-and is then there again. An operation that is in no test here fails the last one.
+The simulated disks take a moment for each call, the network is in memory, and the clock is a mock
+clock. After each cancellation no task is left, nothing is held, the disk and memory agree, and the
+same operation succeeds. Tasks that run for ever are cancelled with their server, which then starts
+again. The last test fails if no other test cancels an operation.
 """
 
 from __future__ import annotations
@@ -127,7 +127,7 @@ PACKAGES: Final = (
     "user_store",
 )
 TRIED: Final[set[Function]] = set()
-"""Those that tests below say they cancel; each test sees that it does."""
+"""The operations that the tests below cancel. Each test checks that it cancels its own."""
 
 
 def tries(*functions: Function) -> tuple[Function, ...]:
@@ -188,13 +188,13 @@ BUCKETS: Final[dict[Callable[[Server], Awaitable[None]], tuple[Function, ...]]] 
 
 
 @pytest.mark.parametrize("case", BUCKETS)
-async def test_a_bucket(
+async def test_creating_and_deleting_a_bucket_can_be_cancelled(
     server: Server,
     directory: SimulatedDirectory,
     autojump_clock: MockClock,
     case: Callable[[Server], Awaitable[None]],
 ) -> None:
-    """It is on disk and in memory, or neither."""
+    """The bucket is on disk and in memory, or in neither."""
 
     def look() -> None:
         check(server)
@@ -240,7 +240,7 @@ async def _persist(disk: BucketDisk, numbers: Iterable[int]) -> None:
 
 
 async def _refuse(disk: BucketDisk, numbers: Iterable[int]) -> None:
-    """Those that are left are answered by the next commit."""
+    """Calls that are left after a cancellation are answered by the next commit."""
     partition, answers = disk.bucket.partitions[0], list[bool]()
     put(partition, b"key-%d" % next(iter(numbers)))
     for _ in range(STEP_CALLS + 1):
@@ -295,7 +295,7 @@ DISK: Final[dict[Callable[[BucketDisk, Iterable[int]], Awaitable[None]], tuple[F
 
 
 @pytest.mark.parametrize("case", DISK)
-async def test_calls_to_a_disk_are_cancelled_anywhere(
+async def test_calls_to_a_buckets_disk_can_be_cancelled(
     server: Server,
     autojump_clock: MockClock,
     case: Callable[[BucketDisk, Iterable[int]], Awaitable[None]],
@@ -320,7 +320,9 @@ async def test_calls_to_a_disk_are_cancelled_anywhere(
 UNINDEXED: Final = tries(Maintenance.wait_until_indexed)
 
 
-async def test_a_disk_that_cannot_be_asked_yet(server: Server, autojump_clock: MockClock) -> None:
+async def test_the_wait_for_the_key_index_can_be_cancelled(
+    server: Server, autojump_clock: MockClock
+) -> None:
     disk = disk_of(server)
     partition = disk.bucket.partitions[0]
     numbers = count()
@@ -344,7 +346,7 @@ async def test_a_disk_that_cannot_be_asked_yet(server: Server, autojump_clock: M
 STORE: Final = tries(Store.ask, SimulatedStore.execute, SimulatedStore.wait)
 
 
-async def test_a_store(autojump_clock: MockClock) -> None:
+async def test_calls_to_a_store_can_be_cancelled(autojump_clock: MockClock) -> None:
     directory = SimulatedDirectory()
     name = BUCKET.name
 
@@ -382,7 +384,7 @@ async def test_a_store(autojump_clock: MockClock) -> None:
 USERS: Final = tries(UserStore.load, UserStore.apply_change, UserStore.adopt_users)
 
 
-async def test_the_users(autojump_clock: MockClock) -> None:
+async def test_changes_of_users_can_be_cancelled(autojump_clock: MockClock) -> None:
     directory = SimulatedDirectory()
     store = UserStore(slow_store(directory))
     names = count()
@@ -407,7 +409,9 @@ async def test_the_users(autojump_clock: MockClock) -> None:
 EXCHANGE: Final = tries(UserExchange.run, NodeConnections.users)
 
 
-async def test_asking_other_nodes_for_users(server: Server, autojump_clock: MockClock) -> None:
+async def test_asking_other_nodes_for_users_can_be_cancelled(
+    server: Server, autojump_clock: MockClock
+) -> None:
     port, store = 77, UserStore(SimulatedStore())
     await store.apply_change(
         lambda users: users.with_user(User("ada", None, (Grant(Right.SECURE, EVERYTHING),)))
@@ -430,7 +434,7 @@ BUDGET: Final = tries(
 )
 
 
-async def test_room_for_unfinished_frames(autojump_clock: MockClock) -> None:
+async def test_the_wait_for_room_for_a_frame_can_be_cancelled(autojump_clock: MockClock) -> None:
     budget = FrameBudget(10)
 
     async def hold() -> None:
@@ -460,8 +464,8 @@ async def test_room_for_unfinished_frames(autojump_clock: MockClock) -> None:
 WAKING: Final = tries(StepWrites.run)
 
 
-async def test_writers_that_are_woken_some_in_each_turn() -> None:
-    """All of them are, in any case."""
+async def test_waking_writers_can_be_cancelled() -> None:
+    """All writers are woken, also after a cancellation."""
     connections: list[Recorder] = []
 
     async def work() -> None:
@@ -485,8 +489,8 @@ async def test_writers_that_are_woken_some_in_each_turn() -> None:
 ENDING: Final = tries(ConnectionEnds.run)
 
 
-async def test_connections_that_are_ended_some_in_each_turn() -> None:
-    """All of them are, in any case."""
+async def test_ending_connections_can_be_cancelled() -> None:
+    """All connections are ended, also after a cancellation."""
     scopes: list[trio.CancelScope] = []
 
     async def work() -> None:
@@ -510,8 +514,8 @@ async def test_connections_that_are_ended_some_in_each_turn() -> None:
 REPLYING: Final = tries(ReplySteps.run)
 
 
-async def test_replies_that_are_sent_some_in_each_turn() -> None:
-    """All of them are, in any case."""
+async def test_sending_replies_in_steps_can_be_cancelled() -> None:
+    """All replies are sent in order, or none if they were cancelled first."""
     sent_numbers: list[int] = []
     reply_count = 3 * STEP_REPLIES
 
@@ -540,7 +544,7 @@ async def test_replies_that_are_sent_some_in_each_turn() -> None:
 TAKING: Final = tries(take_answers)
 
 
-async def test_answers_to_publishers_that_are_taken_in_steps() -> None:
+async def test_taking_answers_to_publishers_in_steps_can_be_cancelled() -> None:
     partition = new_bucket().partitions[0]
     answers, counters = partition.repeated_batches.answers, count(1)
     answers.track_unsaved()
@@ -588,7 +592,7 @@ TURNS: Final = tries(
 )
 
 
-async def test_long_work_that_waits_for_its_turn(autojump_clock: MockClock) -> None:
+async def test_the_wait_for_a_turn_can_be_cancelled(autojump_clock: MockClock) -> None:
     turns, read_turns = Turns(), BudgetedTurns(TurnTimer(), 1000)
     queues = dict[str, NetworkQueue]()
     network_turns = NetworkTurns(read_turns, queues, "10.0.0.1")
@@ -610,7 +614,7 @@ async def test_long_work_that_waits_for_its_turn(autojump_clock: MockClock) -> N
 BACKLOG: Final = tries(ConnectionBacklog.wait_for_reply_room, ConnectionBacklog.wait_until_not_full)
 
 
-async def test_a_connection_whose_peer_has_too_many_replies_to_take(
+async def test_the_wait_until_a_peer_takes_its_replies_can_be_cancelled(
     server: Server, network: MemoryNetwork, autojump_clock: MockClock
 ) -> None:
     async with connect(server.url("b")):
@@ -636,9 +640,9 @@ SERVED: Final = tries(
 )
 
 
-async def test_a_connection(server: Server, autojump_clock: MockClock) -> None:
-    """With a cold key, a stream from disk, a lease, a question about events and a batch that waits
-    for the disk."""
+async def test_a_connection_can_be_cancelled(server: Server, autojump_clock: MockClock) -> None:
+    """It reads a key from disk, streams from disk, acquires a lease, asks for events and sends a
+    batch that waits for the disk."""
     disk = disk_of(server)
     bucket = disk.bucket
     model = Model(disk, bucket.partitions[0])
@@ -676,7 +680,7 @@ async def test_a_connection(server: Server, autojump_clock: MockClock) -> None:
         assert not shares._publishers[bucket]
         assert not disk.leases._backfills
         for partition in bucket.partitions:
-            assert partition.manager.cursor_count == 1, "there is the disk's own, and no other"
+            assert partition.manager.cursor_count == 1, "only the disk has a cursor"
 
     async def settle() -> None:
         await trio.sleep(5)
@@ -685,7 +689,7 @@ async def test_a_connection(server: Server, autojump_clock: MockClock) -> None:
 
 
 class _Nowhere:
-    """The socket of a stream that has none."""
+    """Takes the place of the socket of a stream that has no address."""
 
     def getpeername(self) -> tuple[str, int]:
         raise OSError
@@ -697,7 +701,7 @@ ENDED: Final = tries(streams_ended)
 
 
 class _ManyStreams:
-    """A server that ends streams in three steps."""
+    """A server that needs three steps to end streams."""
 
     notified = 0
 
@@ -708,7 +712,7 @@ class _ManyStreams:
         self.notified += 1
 
 
-async def test_streams_begin_again_when_what_ended_them_is_cancelled() -> None:
+async def test_streams_may_begin_again_after_ending_them_was_cancelled() -> None:
     ids = count(1)
     bucket = Bucket("b", new_history_id=lambda: HistoryId(next(ids)), partition_count=PARTITIONS)
     many_streams = _ManyStreams()
@@ -759,13 +763,13 @@ MAPS: Final[dict[Callable[[Server], Awaitable[None]], tuple[Function, ...]]] = {
 
 
 @pytest.mark.parametrize("case", MAPS)
-async def test_a_map(
+async def test_changes_of_the_partition_map_can_be_cancelled(
     server: Server,
     directory: SimulatedDirectory,
     autojump_clock: MockClock,
     case: Callable[[Server], Awaitable[None]],
 ) -> None:
-    """The one on disk is the one in memory."""
+    """The map on disk equals the map in memory."""
     await _give(server)
 
     async def then() -> None:
@@ -780,7 +784,7 @@ async def test_a_map(
 
 
 async def _name_replica(server: Server, address: str) -> None:
-    """Its map says that the node `z` follows it."""
+    """Gives the server a map in which the node `z` is its replica."""
     assignment = Assignment(active="a", replicas={"z": ""})
     new_map = PartitionMap(
         bucket="b",
@@ -795,11 +799,13 @@ async def _name_replica(server: Server, address: str) -> None:
 JOIN: Final = tries(PartitionMaps.adopt_map_from)
 
 
-async def test_a_node_that_joins(server: Server, autojump_clock: MockClock) -> None:
+async def test_adopting_a_map_from_a_node_can_be_cancelled(
+    server: Server, autojump_clock: MockClock
+) -> None:
     async with node("z", store=slow_store()) as second_server:
         there = f"{HOST}:{second_server.port}"
         await _name_replica(server, there)
-        # From now on there is a link on which the one asks the other.
+        # By now one node has a connection on which it asks the other.
         await trio.sleep(2 * ASK_INTERVAL_S)
 
         async def work() -> None:
@@ -836,8 +842,8 @@ WHOLE: Final = tries(
 )
 
 
-async def test_a_server_as_a_whole(network: MemoryNetwork, autojump_clock: MockClock) -> None:
-    """Whenever it is cancelled, it comes up on what it left, with what it said was on disk."""
+async def test_a_server_can_be_cancelled(network: MemoryNetwork, autojump_clock: MockClock) -> None:
+    """A cancelled server starts again, and has everything that it reported as on disk."""
     directory, persisted = SimulatedDirectory(), list[bytes]()
     numbers = count()
 
@@ -893,9 +899,9 @@ async def _follow(server: Server, replica: Server, key: bytes) -> None:
     check(replica)
 
 
-async def test_a_replica(server: Server, autojump_clock: MockClock) -> None:
-    """It comes up, follows and is stopped. Whenever it is cancelled, on what it left it comes up
-    again and has everything."""
+async def test_a_replica_can_be_cancelled(server: Server, autojump_clock: MockClock) -> None:
+    """A replica starts, follows and stops. After a cancellation it starts again on its disk, and
+    receives everything."""
     port, directory = 77, SimulatedDirectory()
     await _name_replica(server, f"{HOST}:{port}")
     numbers = count()
@@ -962,12 +968,12 @@ async def test_a_replica_that_rolls_back(server: Server, autojump_clock: MockClo
 COMPLETION: Final = tries(CopyCompletion.run)
 
 
-async def test_asking_active_nodes_how_far_they_are(
+async def test_asking_active_nodes_how_far_they_are_can_be_cancelled(
     server: Server, autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """`z` follows `y`, which is down, and its copies may lack what it acknowledged."""
+    """`z` follows `y`, which is down, and the copies of `z` may lack what `z` acknowledged."""
     port = 77
-    # What runs in the node itself asks nobody meanwhile.
+    # The node's own task does not ask meanwhile.
     monkeypatch.setattr(copy_completion, "ASK_INTERVAL_S", math.inf)
     new_map = PartitionMap(
         bucket="b",
@@ -996,8 +1002,8 @@ async def test_asking_active_nodes_how_far_they_are(
 BUS: Final = tries(EventBus.next_events, EventFeeds.next_batch)
 
 
-async def test_the_event_bus(autojump_clock: MockClock) -> None:
-    """A question that is cancelled takes nothing with it: the next one is told all."""
+async def test_asking_for_events_can_be_cancelled(autojump_clock: MockClock) -> None:
+    """A cancelled question loses no event: the next one receives all."""
     ids, incarnations = count(1), count(1)
     bus = EventBus(SimulatedStore(), time=trio.current_time, new_id=lambda: next(ids))
     acknowledged = created = received = 0
@@ -1017,7 +1023,7 @@ async def test_the_event_bus(autojump_clock: MockClock) -> None:
         bus.producer.bucket_created(_Bucket(f"b{incarnation}", incarnation))  # type: ignore[arg-type]
         while received < created:
             await next_events()
-        # There is nothing more: this one waits.
+        # There are no more events, so this question waits.
         await next_events()
         assert received == created
 
@@ -1033,7 +1039,7 @@ async def test_the_event_bus(autojump_clock: MockClock) -> None:
 
 
 class _Bucket:
-    """What the producer asks of a bucket."""
+    """A bucket as the producer of events needs it."""
 
     def __init__(self, name: str, incarnation: int) -> None:
         self.name = name
@@ -1045,8 +1051,8 @@ class _Bucket:
 tries(open_store, ProcessStore.execute, ProcessStore.watch)
 
 
-async def test_a_store_of_two_processes(tmp_path: Path) -> None:
-    """No process is left, and the directory can be used at once."""
+async def test_a_store_of_two_processes_can_be_cancelled(tmp_path: Path) -> None:
+    """After a cancellation no process is left, and the directory can be used at once."""
     before = set(children_of(os.getpid()))
 
     every = 24
@@ -1054,7 +1060,7 @@ async def test_a_store_of_two_processes(tmp_path: Path) -> None:
     async def work() -> None:
         async with open_store(tmp_path / "data", bytes_max=1 << 30) as store:
             await store.ask(LoadBuckets())
-            # So that it is cancelled once at least while the store is open.
+            # At least one cancellation takes place while the store is open.
             for _ in range(every):
                 await trio.lowlevel.checkpoint()
 
@@ -1075,7 +1081,7 @@ async def test_a_store_of_two_processes(tmp_path: Path) -> None:
 SENDING: Final = tries(send_in_steps)
 
 
-async def test_a_call_that_is_sent_in_steps() -> None:
+async def test_sending_a_call_in_steps_can_be_cancelled() -> None:
     near, _ = memory_stream_pair()
 
     async def work() -> None:
@@ -1087,7 +1093,7 @@ async def test_a_call_that_is_sent_in_steps() -> None:
 SIGNALS: Final = tries(serve, started_server, run_until_signal)
 
 
-async def test_a_server_until_a_signal(tmp_path: Path) -> None:
+async def test_the_daemon_can_be_cancelled(tmp_path: Path) -> None:
     config = ServerConfig(listen=f"{HOST}:0", data_dir=str(tmp_path / "data"))
 
     def on_listening(server: Server) -> None:
@@ -1102,7 +1108,7 @@ async def test_a_server_until_a_signal(tmp_path: Path) -> None:
 LISTENING: Final = tries(open_listeners, bind_tcp)
 
 
-async def test_listening() -> None:
+async def test_opening_listeners_can_be_cancelled() -> None:
     async def work() -> None:
         async with open_listeners(f"{HOST}:0") as listeners, bind_tcp(f"{HOST}:0"):
             assert listeners
@@ -1113,7 +1119,7 @@ async def test_listening() -> None:
 CERTIFICATES: Final = tries(DaemonCertificates.watch, DaemonCertificates.reload_at)
 
 
-async def test_certificates_that_are_renewed(certificates: Certificates) -> None:
+async def test_renewing_certificates_can_be_cancelled(certificates: Certificates) -> None:
     server = certificates.server
     renewed = DaemonCertificates(CertificateFiles(str(server.cert), str(server.key)))
 
@@ -1132,9 +1138,9 @@ async def test_certificates_that_are_renewed(certificates: Certificates) -> None
     (await cancelled_at_each_step(work, then=work)).check_inside(*CERTIFICATES)
 
 
-# What cannot be cancelled, or is nothing.
+# All operations.
 
 
-def test_nothing_is_forgotten() -> None:
+def test_every_operation_is_cancelled_by_a_test() -> None:
     there = below(*(f"upr_server.{package}" for package in PACKAGES))
     assert {name_of(function) for function in TRIED} == there
