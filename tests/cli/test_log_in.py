@@ -81,7 +81,7 @@ def test_the_password_comes_from_a_file_or_the_environment(
         (["--user", "bob", "--password-file", "/nowhere"], "", 2, "/nowhere, cannot be read"),
     ],
 )
-def test_who_is_refused(
+def test_wrong_credentials_are_refused(
     secured: str,
     run: Run,
     monkeypatch: pytest.MonkeyPatch,

@@ -1,5 +1,5 @@
-"""What an answer means: what is on disk when `persisted` is said, and what is not said while the
-disk is slow, full or broken. In memory, on simulated disks and a mock clock."""
+"""What an answer promises: `persisted` is sent once the changes are on disk, and not while the disk
+is slow, full or broken. With connections in memory, simulated disks and a mock clock."""
 
 from __future__ import annotations
 
@@ -66,11 +66,11 @@ K0B: Final = key_in(0, 2, b"b")
 K1: Final = key_in(1, 2)
 BEFORE: Final = key_in(0, 2, b"before")
 AFTER: Final = key_in(0, 2, b"after")
-TAKEN_IN: Final = key_in(0, 2, b"taken in")
+APPLIED: Final = key_in(0, 2, b"taken in")
 
 
 def numbered(suffix: int, partition: int = 0) -> bytes:
-    """A key of its own for a number."""
+    """A key of a partition, another one for each number."""
     return key_in(partition, 2, b"%d" % suffix)
 
 
@@ -85,7 +85,7 @@ _ids = count(1)
 
 @asynccontextmanager
 async def serving(store: Store, partitions: int = 2) -> AsyncIterator[Server]:
-    """A server with a bucket on `store`; the bucket is made, or found."""
+    """A server with a bucket on `store`. The bucket is created if it does not exist."""
     server = make_server(store, ids=_ids)
     async with server.recovered_buckets():
         if BUCKET not in server.catalog.buckets:
@@ -95,7 +95,7 @@ async def serving(store: Store, partitions: int = 2) -> AsyncIterator[Server]:
 
 @asynccontextmanager
 async def speaking(server: Server) -> AsyncIterator[Peer]:
-    """A peer that has the bucket open."""
+    """A peer that has opened the bucket."""
     async with connected(server) as peer:
         await peer.open()
         yield peer
@@ -108,7 +108,8 @@ async def send(
     partition: PartitionId = P0,
     counter: int = 0,
 ) -> int:
-    """Sends a batch; gives the number of the request. With a counter it has a writer token."""
+    """Sends a batch, and returns the opaque of the request. With a counter, the batch has a writer
+    token."""
     opaque = peer.opaque()
     writer = WRITER if counter else bytes(16)
     await peer.send(
@@ -131,7 +132,7 @@ async def answer_to(peer: Peer, opaque: int) -> Message:
 
 
 def status_of(answer: Message) -> Status:
-    """What became of a request, or of the only run of a bundle."""
+    """The status of an answer, or of the only run of a bundle."""
     if isinstance(answer, MutateReply):
         (run,) = answer.runs
         return Status(run.status)
@@ -139,42 +140,42 @@ def status_of(answer: Message) -> Status:
 
 
 async def is_silent(peer: Peer) -> bool:
-    """Whether the peer is answered nothing, however long it waits."""
-    with trio.move_on_after(LONG_S) as patience:
+    """Whether the peer receives no answer within `LONG_S`."""
+    with trio.move_on_after(LONG_S) as scope:
         while not isinstance(await peer.receive(Message), MutateReply | Refusal | AwaitReply):
             pass
-    return patience.cancelled_caught
+    return scope.cancelled_caught
 
 
 async def value_of(peer: Peer, key: bytes, partition: PartitionId = P0) -> bytes | None:
-    """What the server has."""
+    """The value of a key; None if it has no value."""
     await peer.send(Get((key,), partition=partition, opaque=peer.opaque()))
     (row,) = (await peer.receive(GetReply)).chunk
     return None if row.op == Operation.DELETE else row.value
 
 
 async def statistics(peer: Peer) -> dict[str, Any]:
-    """The bucket's figures."""
+    """The statistics of the bucket."""
     await peer.send(Stats(BUCKET, opaque=peer.opaque()))
     figures: dict[str, Any] = json.loads((await peer.receive(StatsReply)).json)
     return figures
 
 
 def increment(key: bytes, delta: int) -> Chunk:
-    """A batch with an increment."""
+    """A batch with one increment."""
     value = CounterDelta(delta, delta).encode()
     return Chunk.build([Mutation(Operation.INCREMENT, key, value)], SeqNo(0), SeqNo(0))
 
 
 def log_of(store: SimulatedStore) -> SimulatedDisk:
-    """The disk with the bucket's log."""
+    """The disk that has the bucket's log."""
     return store.directory.disks[BUCKET][0]
 
 
-# When it is said.
+# When a batch is acknowledged.
 
 
-async def test_memory_is_said_before_the_commit_and_persisted_after(
+async def test_the_level_memory_is_answered_before_the_commit_and_persisted_after_it(
     autojump_clock: trio.testing.MockClock,
 ) -> None:
     store = HeldStore()
@@ -195,7 +196,7 @@ async def test_memory_is_said_before_the_commit_and_persisted_after(
         assert [row[2:4] for row in (await peer.receive(SeqnosReply)).rows] == [(2, 2), (0, 0)]
 
 
-async def test_a_batch_that_fails_is_answered_when_what_made_it_fail_is_on_disk(
+async def test_a_failed_batch_is_answered_when_the_item_that_made_it_fail_is_on_disk(
     autojump_clock: trio.testing.MockClock,
 ) -> None:
     store = HeldStore()
@@ -210,7 +211,7 @@ async def test_a_batch_that_fails_is_answered_when_what_made_it_fail_is_on_disk(
         assert reply.failures == ((0, Status.EXISTS),)
 
 
-async def test_a_batch_sent_again_is_answered_when_all_of_its_partition_is_on_disk(
+async def test_a_repeated_batch_is_answered_when_its_whole_partition_is_on_disk(
     autojump_clock: trio.testing.MockClock,
 ) -> None:
     store = HeldStore()
@@ -228,7 +229,7 @@ async def test_a_batch_sent_again_is_answered_when_all_of_its_partition_is_on_di
         assert again.runs == first.runs
 
 
-async def test_answers_keep_the_order_of_a_partitions_batches_and_hold_up_nothing_else(
+async def test_answers_keep_the_order_of_a_partitions_batches_and_delay_no_other_answer(
     autojump_clock: trio.testing.MockClock,
 ) -> None:
     store = HeldStore()
@@ -236,7 +237,7 @@ async def test_answers_keep_the_order_of_a_partitions_batches_and_hold_up_nothin
         levels = [PERSISTED, MEMORY, PERSISTED, MEMORY, MEMORY, PERSISTED]
         opaques = [await send(peer, sets(numbered(n)), level) for n, level in enumerate(levels)]
         assert await is_silent(peer)
-        # Another partition, a read, and another connection's batch for the same partition.
+        # A batch for another partition, a read, and another connection's batch for this partition.
         reply = await answer_to(peer, await send(peer, sets(K1), MEMORY, P1))
         assert isinstance(reply, MutateReply)
         assert await value_of(peer, key_in(0, 2, b"5")) == b"v"
@@ -249,7 +250,7 @@ async def test_answers_keep_the_order_of_a_partitions_batches_and_hold_up_nothin
         assert [reply.runs[0].first_seq for reply in replies] == [1, 2, 3, 4, 5, 6]
 
 
-async def test_what_came_together_is_committed_together_and_the_figures_say_so(
+async def test_batches_that_arrive_during_a_commit_share_the_next_commit(
     autojump_clock: trio.testing.MockClock,
 ) -> None:
     def delay(call: StoreCall[Any]) -> float:
@@ -259,7 +260,7 @@ async def test_what_came_together_is_committed_together_and_the_figures_say_so(
     async with serving(store) as server, speaking(server) as peer:
         first = await send(peer, sets(K0), PERSISTED)
         await trio.sleep(0.01)
-        # The first commit is under way: these go into the next, both partitions'.
+        # The first commit is under way. These batches for both partitions go into the next commit.
         later = [
             await send(peer, sets(numbered(n, n % 2)), PERSISTED, PartitionId(n % 2))
             for n in range(9)
@@ -279,11 +280,11 @@ async def test_what_came_together_is_committed_together_and_the_figures_say_so(
         assert figures["longest_commit_s"] == pytest.approx(0.25, abs=0.01)
 
 
-async def test_what_a_task_sends_behind_a_run_that_was_refused_is_not_applied(
+async def test_runs_of_a_task_behind_a_refused_run_are_not_applied(
     autojump_clock: trio.testing.MockClock,
 ) -> None:
-    """Otherwise its next attempt would hear that the refused run is too old to tell, and would take
-    it for one that was applied."""
+    """Otherwise the server would answer the next attempt that the refused run is too old to
+    recognise, and the task would take it as applied."""
 
     async def send_run(counter: int, durability: Durability, attempt: int) -> Status:
         key = numbered(counter)
@@ -303,10 +304,10 @@ async def test_what_a_task_sends_behind_a_run_that_was_refused_is_not_applied(
         assert await value_of(peer, numbered(2)) == b"v"
 
 
-# Waiting for it later.
+# A wait for a sequence number.
 
 
-async def test_a_number_is_awaited_until_it_is_on_disk(
+async def test_a_wait_for_a_sequence_number_ends_when_it_is_on_disk(
     autojump_clock: trio.testing.MockClock,
 ) -> None:
     store = HeldStore()
@@ -326,14 +327,14 @@ async def test_a_number_is_awaited_until_it_is_on_disk(
             return opaque
 
         assert isinstance(await answer_to(peer, await wait(MEMORY, 0)), AwaitReply)
-        # Nothing has this number: it says nothing of a run of which every row failed.
+        # No mutation has the number 0. It is the number of a run in which every row failed.
         assert isinstance(await answer_to(peer, await wait(PERSISTED, 0, SeqNo(0))), AwaitReply)
         began = trio.current_time()
         refusal = await answer_to(peer, await wait(PERSISTED, 7_000))
         assert isinstance(refusal, Refusal)
         assert refusal.status == Status.TIMED_OUT
         assert trio.current_time() - began == pytest.approx(7, abs=0.1)
-        # It holds up neither the partition nor the connection.
+        # A wait delays neither the partition nor the connection.
         waiting_opaque = await wait(PERSISTED, 1_000_000)
         assert await is_silent(peer)
         assert await value_of(peer, K0) == b"v"
@@ -343,10 +344,10 @@ async def test_a_number_is_awaited_until_it_is_on_disk(
         assert answer.seq == 2
 
 
-async def test_a_client_that_waits_for_very_many_numbers_is_not_read(
+async def test_the_server_stops_reading_from_a_client_with_very_many_waits(
     monkeypatch: pytest.MonkeyPatch, autojump_clock: trio.testing.MockClock
 ) -> None:
-    """The server kept any number of them, for as long as the client wanted to wait."""
+    """The memory of waits is bounded, as a client may wait for long."""
     monkeypatch.setattr(backlog, "OWED_BYTES_MAX", 10 * WAIT_BYTES)
     store = HeldStore()
     async with serving(store) as server, speaking(server) as peer:
@@ -386,7 +387,7 @@ async def test_streams_and_barriers_do_not_wait_for_the_disk(
 # A disk that is full.
 
 
-async def test_a_full_disk_is_reported_and_new_room_is_noticed(
+async def test_a_full_disk_is_reported_until_there_is_room_again(
     autojump_clock: trio.testing.MockClock,
 ) -> None:
     store = SimulatedStore()
@@ -395,19 +396,19 @@ async def test_a_full_disk_is_reported_and_new_room_is_noticed(
         log = log_of(store)
         log.bytes_max = log.statistics()["bytes_used"]
         opaques = [
-            await send(peer, sets(TAKEN_IN), PERSISTED),
+            await send(peer, sets(APPLIED), PERSISTED),
             await send(peer, sets(key_in(0, 2, b"behind")), MEMORY),
         ]
         first = await answer_to(peer, opaques[0])
         assert status_of(first) is Status.TEMPORARY_FAILURE
         assert isinstance(await answer_to(peer, opaques[1]), MutateReply)
-        # From now on nothing is taken in, and the reason is told.
+        # From now on batches are refused, and the statistics have the reason.
         figures = (await statistics(peer))["flusher"]
         assert figures["full"]
         for level in MEMORY, PERSISTED:
             refusal = await answer_to(peer, await send(peer, sets(key_in(0, 2, b"no")), level))
             assert status_of(refusal) is Status.TEMPORARY_FAILURE
-        assert await value_of(peer, TAKEN_IN) == b"v"
+        assert await value_of(peer, APPLIED) == b"v"
         assert await value_of(peer, key_in(0, 2, b"no")) is None
         await peer.ask()
         await peer.send(Go(), Barrier(b"all"))
@@ -416,10 +417,10 @@ async def test_a_full_disk_is_reported_and_new_room_is_noticed(
             if isinstance(message, PartitionChunk):
                 keys += message.chunk.keys()
         assert (keys, message.ends) == (
-            [BEFORE, TAKEN_IN, key_in(0, 2, b"behind")],
+            [BEFORE, APPLIED, key_in(0, 2, b"behind")],
             ((0, 3),),
         )
-        # One who waits is neither refused nor answered before it is true.
+        # A wait is not refused, and is answered only when the number is on disk.
         await peer.send(Seqnos(opaque=peer.opaque()))
         row = (await peer.receive(SeqnosReply)).rows[0]
         assert row[2:4] == (3, 1)
@@ -441,15 +442,15 @@ async def test_a_full_disk_is_reported_and_new_room_is_noticed(
         assert reply.runs[0].first_seq == 4
 
 
-async def test_stopped_on_a_full_disk_it_does_not_say_that_everything_is_there(
+async def test_a_stop_on_a_full_disk_writes_no_marker_of_a_clean_stop(
     autojump_clock: trio.testing.MockClock,
 ) -> None:
-    """The mark of a clean stop would fit where the mutation does not."""
+    """The marker of a clean stop would fit on the disk, but the mutation does not."""
     calls: list[StoreCall[Any]] = []
 
     class Recorded(SimulatedStore):
         async def execute(self, call: StoreCall[Any]) -> Any:
-            # Who asks may be cancelled; a process carries it out nevertheless.
+            # A process carries out a call even if its caller is cancelled.
             calls.append(call)
             return await super().execute(call)
 
@@ -475,7 +476,7 @@ async def test_stopped_on_a_full_disk_it_does_not_say_that_everything_is_there(
 
 
 class _HeldIndex(SimulatedStore):
-    """A store whose index stays where it is until `released` is set, or cannot move."""
+    """A store whose index gets no further until `released` is set, or has no room to."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -491,7 +492,7 @@ class _HeldIndex(SimulatedStore):
 
 
 @pytest.mark.parametrize("is_full", [False, True])
-async def test_commits_wait_for_an_index_that_is_far_behind_and_moves(
+async def test_commits_wait_for_an_index_that_is_far_behind_if_it_can_be_written(
     autojump_clock: trio.testing.MockClock, monkeypatch: pytest.MonkeyPatch, is_full: bool
 ) -> None:
     monkeypatch.setattr(index_lag, "UNINDEXED_MAX", 10)
@@ -510,7 +511,7 @@ async def test_commits_wait_for_an_index_that_is_far_behind_and_moves(
         store.released.set()
 
 
-async def test_commits_do_not_wait_for_what_stays_unindexed_to_be_undone(
+async def test_commits_do_not_wait_for_mutations_that_stay_unindexed_for_an_undo(
     autojump_clock: trio.testing.MockClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(index_lag, "UNINDEXED_MAX", 10)
@@ -534,10 +535,10 @@ class _CountedSteps(SimulatedStore):
         return await super().execute(call)
 
 
-async def test_commits_do_not_wake_maintenance_for_what_stays_unindexed_to_be_undone(
+async def test_commits_do_not_wake_maintenance_for_mutations_that_stay_unindexed_for_an_undo(
     autojump_clock: trio.testing.MockClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It would find nothing to do after each of them."""
+    """Maintenance would find nothing to do after each commit."""
     for module in bucket_maintenance, maintenance:
         monkeypatch.setattr(module, "INDEX_LAG_MUTATIONS", 10)
     store = _CountedSteps()
@@ -556,10 +557,10 @@ async def test_commits_do_not_wake_maintenance_for_what_stays_unindexed_to_be_un
         assert disk.flusher.index_lag.unindexed_count() == 30
 
 
-async def test_a_batch_that_was_taken_in_on_a_full_disk_is_not_done_again(
+async def test_a_batch_that_a_full_disk_refused_after_it_was_applied_is_not_applied_again(
     autojump_clock: trio.testing.MockClock,
 ) -> None:
-    """It was refused, and its publisher sends it again when there is room."""
+    """The server refuses it, and its publisher sends it again when there is room."""
     store = SimulatedStore()
     async with serving(store) as server, speaking(server) as peer:
         log = log_of(store)
@@ -584,7 +585,7 @@ def break_down() -> None:
 async def test_requests_queued_behind_a_failed_write_are_not_acknowledged(
     autojump_clock: trio.testing.MockClock,
 ) -> None:
-    """It may have been done: nobody knows what that is worth."""
+    """The failed write may be on disk or not, so nothing after it is acknowledged."""
 
     class FailsOnce(SimulatedStore):
         async def execute(self, call: StoreCall[Any]) -> Any:
@@ -612,11 +613,11 @@ async def test_requests_queued_behind_a_failed_write_are_not_acknowledged(
 
 
 @pytest.mark.parametrize("is_kept", [False, True])
-async def test_after_a_write_that_failed_nothing_is_acknowledged(
+async def test_nothing_is_acknowledged_after_a_failed_write(
     autojump_clock: trio.testing.MockClock, is_kept: bool
 ) -> None:
-    """The server ends. Whether the write is there afterwards, the disk decides; what was
-    acknowledged before is."""
+    """The server ends. The failed write may be on disk afterwards. Writes that were acknowledged
+    before are on disk."""
     store = SimulatedStore(delay=lambda _call: 0.01)
     messages: list[Message] = []
 
@@ -659,7 +660,7 @@ async def test_after_a_write_that_failed_nothing_is_acknowledged(
 
 
 async def crashed(store: SimulatedStore, live: Callable[[Server], Any]) -> None:
-    """A life that ends as a crash does."""
+    """Runs a server, which then ends as in a crash."""
     with trio.CancelScope() as scope:
         async with serving(store) as server:
             await live(server)
@@ -668,7 +669,7 @@ async def crashed(store: SimulatedStore, live: Callable[[Server], Any]) -> None:
 
 
 @pytest.mark.parametrize("is_answered", [True, False])
-async def test_a_batch_sent_again_after_a_crash_has_one_effect(
+async def test_a_batch_that_is_sent_again_after_a_crash_has_one_effect(
     autojump_clock: trio.testing.MockClock, is_answered: bool
 ) -> None:
     directory = SimulatedDirectory()
@@ -682,7 +683,7 @@ async def test_a_batch_sent_again_after_a_crash_has_one_effect(
                     reply = await answer_to(peer, opaque)
                     assert isinstance(reply, MutateReply)
                     first.append(reply)
-            # Its commit comes though nobody hears of it.
+            # The commit takes place even if no answer is received.
             await trio.sleep(1)
 
     await crashed(SimulatedStore(directory), live)
@@ -701,10 +702,10 @@ async def test_a_batch_sent_again_after_a_crash_has_one_effect(
         assert await value_of(peer, b"n") == b"10"
 
 
-async def test_a_batch_that_a_crash_lost_is_done_when_it_is_sent_again(
+async def test_a_batch_that_a_crash_lost_is_applied_when_it_is_sent_again(
     autojump_clock: trio.testing.MockClock,
 ) -> None:
-    """Its token is lost with it, and not before or after it."""
+    """The batch and its writer token are lost together."""
     directory = SimulatedDirectory()
 
     async def live(server: Server) -> None:
@@ -721,10 +722,10 @@ async def test_a_batch_that_a_crash_lost_is_done_when_it_is_sent_again(
 
 
 @pytest.mark.parametrize("is_plain", [True, False])
-async def test_replies_that_wait_hold_none_of_the_rows(
+async def test_replies_that_wait_for_the_disk_do_not_keep_rows_in_memory(
     autojump_clock: trio.testing.MockClock, is_plain: bool
 ) -> None:
-    """Thousands may wait for a slow disk, and the bucket's quota counts what was stored alone."""
+    """Thousands of replies may wait for a slow disk, and the quota does not count them."""
     store, count, nbytes = HeldStore(), 40, 256 * 1024
     rows = [Mutation(Operation.SET, K0, bytes(nbytes))]
     if not is_plain:
@@ -747,10 +748,10 @@ async def test_replies_that_wait_hold_none_of_the_rows(
             await peer.receive(MutateReply)
 
 
-# A bucket that goes.
+# A bucket that is deleted.
 
 
-async def test_a_bucket_deleted_while_commits_are_under_way(
+async def test_batches_are_refused_when_their_bucket_is_deleted_during_a_commit(
     autojump_clock: trio.testing.MockClock,
 ) -> None:
     store = HeldStore()
@@ -785,7 +786,7 @@ async def test_a_bucket_deleted_while_commits_are_under_way(
 async def test_a_bucket_created_again_under_load_has_only_its_own_acknowledged_writes(
     autojump_clock: trio.testing.MockClock, seed: int
 ) -> None:
-    """What was acknowledged in a bucket's life is there in it, and nothing of an earlier one."""
+    """Each bucket has every write that it acknowledged, and none of an earlier bucket."""
     draw = Random(seed)
     store = SimulatedStore(delay=lambda _call: draw.random() / 100)
     acknowledged = 0

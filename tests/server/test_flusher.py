@@ -1,5 +1,5 @@
-"""When a bucket's changes go to disk, in which groups, and who hears of it: the flusher alone, on a
-store that notes its commits, and a mock clock."""
+"""The flusher: when it writes a bucket's changes to disk, which changes share a commit, and when it
+answers waiting calls. It runs alone, with a store that records commits, and a mock clock."""
 
 from __future__ import annotations
 
@@ -47,12 +47,12 @@ P0, P1 = PartitionId(0), PartitionId(1)
 
 
 class CommitLog(Store):
-    """A store that takes commits, and notes when each began.
+    """A store that records commits, and when each began.
 
     Attributes:
-        commits: When each commit began, and what it was to write.
-        commit_s: How long one takes.
-        is_full: Whether commits find no room.
+        commits: For each commit, when it began and the call.
+        commit_s: How long a commit takes.
+        is_full: Whether the disk has no room for commits.
     """
 
     def __init__(self, commit_s: float = 0.0) -> None:
@@ -74,20 +74,20 @@ class CommitLog(Store):
         return [begin for begin, _ in self.commits]
 
     def highs(self) -> list[dict[int, int]]:
-        """By commit, up to where each partition is on disk with it."""
+        """For each commit, the highest number of each partition that it writes."""
         return [{w.partition: w.record.high for w in commit.writes} for _, commit in self.commits]
 
 
 @attrs.frozen
 class Running:
-    """A flusher that runs.
+    """A running flusher.
 
     Attributes:
         bucket: Its bucket.
         store: Its disk.
         flusher: The flusher.
-        commit_times: When it told that it has committed.
-        answers: What waiting calls were answered, in order: a name, and whether it is on disk.
+        commit_times: When it reported that a commit was complete.
+        answers: The answers to waiting calls, in order: a name, and whether the number is on disk.
     """
 
     bucket: Bucket
@@ -101,7 +101,7 @@ class Running:
         return self.bucket.partitions[0]
 
     def wait_for(self, name: str, seq: int, partition: int = 0) -> None:
-        """Notes how a waiting call is answered."""
+        """Adds a waiting call, whose answer is recorded."""
         self.flusher.call_when_persisted(
             self.bucket.partitions[partition],
             SeqNo(seq),
@@ -113,7 +113,7 @@ class Running:
 async def running(
     bucket: Bucket | None = None, *, partitions: int = 1, commit_s: float = 0.0
 ) -> AsyncIterator[Running]:
-    """A flusher of a bucket, at the time 0 of the clock."""
+    """Runs the flusher of a bucket, for as long as the context."""
     bucket = bucket or new_bucket(partitions)
     store, commit_times = CommitLog(commit_s), list[float]()
     flusher = Flusher(
@@ -126,7 +126,7 @@ async def running(
 
 
 def expected_begins(changes: list[float], commit_s: float) -> list[float]:
-    """When commits begin: 0.1 s after the first change that none contains, but one at a time."""
+    """When commits begin: 0.1 s after the first change that is in no commit, one at a time."""
     begins: list[float] = []
     unwritten, free_at = list(changes), 0.0
     while unwritten:
@@ -138,7 +138,7 @@ def expected_begins(changes: list[float], commit_s: float) -> list[float]:
 
 
 @pytest.mark.parametrize("commit_s", [0.0, 0.03, 0.25])
-async def test_a_commit_begins_soon_after_the_first_change_that_none_contains(
+async def test_a_commit_begins_100_ms_after_the_first_change_that_is_in_no_commit(
     autojump_clock: MockClock, commit_s: float
 ) -> None:
     draw = Random(7)
@@ -156,7 +156,7 @@ async def test_a_commit_begins_soon_after_the_first_change_that_none_contains(
 
 
 @pytest.mark.parametrize("is_task", [False, True])
-async def test_while_somebody_waits_a_commit_begins_at_once(
+async def test_a_commit_begins_at_once_while_a_call_waits_for_it(
     autojump_clock: MockClock, is_task: bool
 ) -> None:
     async with running(commit_s=0.25) as run, trio.open_nursery() as nursery:
@@ -168,7 +168,7 @@ async def test_while_somebody_waits_a_commit_begins_at_once(
         else:
             run.wait_for("a", 1)
         await trio.sleep(0.1)
-        # Nobody waits for this one, but the commit before it takes longer than it may stay.
+        # No call waits for this change, but it is due before the first commit ends.
         put(run.partition, b"b")
         await trio.sleep(2.0)
         begins = [begin - began for begin in run.store.begins]
@@ -176,7 +176,7 @@ async def test_while_somebody_waits_a_commit_begins_at_once(
         assert run.answers == ([] if is_task else [("a", True)])
 
 
-async def test_waiting_calls_are_answered_in_order_once_their_numbers_are_on_disk(
+async def test_waiting_calls_are_answered_in_order_when_their_numbers_are_on_disk(
     autojump_clock: MockClock,
 ) -> None:
     async with running(partitions=2, commit_s=0.25) as run:
@@ -195,7 +195,7 @@ async def test_waiting_calls_are_answered_in_order_once_their_numbers_are_on_dis
         assert run.answers[2:] == [("at once", True)]
         await trio.sleep(1.0)
         assert run.answers[3:] == [("second", True), ("late", True)]
-        # Nobody waits any more: the next change has its time.
+        # No call waits any more, so the next commit begins after the usual interval.
         began = trio.current_time()
         put(run.partition, b"d")
         await trio.sleep(1.0)
@@ -203,7 +203,7 @@ async def test_waiting_calls_are_answered_in_order_once_their_numbers_are_on_dis
 
 
 class LongestStep(trio.abc.Instrument):
-    """The most that was added to a list in one step of a task."""
+    """The largest number of entries that one step of a task added to a list."""
 
     def __init__(self, added_to: Sized) -> None:
         self.longest = 0
@@ -216,7 +216,7 @@ class LongestStep(trio.abc.Instrument):
 
 
 @pytest.mark.parametrize("is_full", [False, True])
-async def test_thousands_of_waiting_calls_are_made_some_in_each_step(
+async def test_thousands_of_waiting_calls_are_answered_some_in_each_step(
     autojump_clock: MockClock, is_full: bool
 ) -> None:
     async with running(partitions=4, commit_s=1.0) as run:
@@ -236,11 +236,11 @@ async def test_thousands_of_waiting_calls_are_made_some_in_each_step(
         names = [name for name, _ in run.answers]
         assert [name for name in names if name.isdigit()] == [f"{call}" for call in range(1000)]
         if not is_full:
-            # The others do not wait for the thousand.
+            # Calls for other partitions do not wait for the thousand.
             assert max(names.index(f"of partition {number}") for number in range(1, 4)) < 50
 
 
-async def test_while_the_disk_is_full_nothing_is_promised(autojump_clock: MockClock) -> None:
+async def test_waiting_calls_are_refused_while_the_disk_is_full(autojump_clock: MockClock) -> None:
     async with running() as run:
         run.store.is_full = True
         put(run.partition, b"a")
@@ -260,7 +260,7 @@ async def test_while_the_disk_is_full_nothing_is_promised(autojump_clock: MockCl
         assert run.answers[2:] == [("after", True)]
 
 
-async def test_what_a_bucket_has_when_its_flusher_is_made_goes_to_disk(
+async def test_changes_from_before_the_flusher_was_made_are_written(
     autojump_clock: MockClock,
 ) -> None:
     bucket = new_bucket(3)
@@ -271,7 +271,7 @@ async def test_what_a_bucket_has_when_its_flusher_is_made_goes_to_disk(
         assert run.store.begins == [pytest.approx(trio.current_time() - 1 + FLUSH_INTERVAL_S)]
 
 
-async def test_a_deleted_bucket_tells_nobody_of_its_commits(autojump_clock: MockClock) -> None:
+async def test_commits_of_a_deleted_bucket_are_not_reported(autojump_clock: MockClock) -> None:
     async with running() as run:
         run.flusher.stop_notifying()
         put(run.partition, b"a")
@@ -281,8 +281,8 @@ async def test_a_deleted_bucket_tells_nobody_of_its_commits(autojump_clock: Mock
 
 
 class LongestTaking(trio.abc.Instrument):
-    """The most answers that were taken from a partition in one step of a task. After each step that
-    took some, `meanwhile` is called."""
+    """The largest number of answers that one step of a task took from a partition. `meanwhile` is
+    called after each step that took some."""
 
     def __init__(self, partition: Partition, meanwhile: Callable[[], None]) -> None:
         self.longest = 0
@@ -299,7 +299,7 @@ class LongestTaking(trio.abc.Instrument):
 
 
 async def test_thousands_of_answers_are_taken_some_in_each_step(autojump_clock: MockClock) -> None:
-    """Those that others give and forget in between reach the disk, too."""
+    """Answers that are given and forgotten between two steps reach the disk, too."""
     writers, counters = [bytes([number]) * 16 for number in range(100)], iter(range(1, 10**9))
     async with running() as run:
         answers = run.partition.repeated_batches.answers
@@ -329,7 +329,7 @@ async def test_thousands_of_answers_are_taken_some_in_each_step(autojump_clock: 
         assert on_disk == {(writer, counter): answer for writer, counter, _, answer in remembered}
 
 
-async def test_fewer_answers_are_taken_in_each_step_if_they_are_large(
+async def test_large_answers_are_taken_fewer_in_each_step(
     autojump_clock: MockClock,
 ) -> None:
     answer = bytes(10_000)
@@ -349,7 +349,7 @@ async def test_fewer_answers_are_taken_in_each_step_if_they_are_large(
 
 
 class MostJoined(trio.abc.Instrument):
-    """How many snapshots of a partition were put together in one step of a task, at most."""
+    """The largest number of snapshots of a partition that one step of a task joined."""
 
     def __init__(self, partition: Partition) -> None:
         self.most = 0
@@ -362,7 +362,7 @@ class MostJoined(trio.abc.Instrument):
         self._count = count
 
 
-async def test_thousands_of_small_snapshots_are_put_together_some_in_each_step(
+async def test_thousands_of_small_snapshots_are_joined_some_in_each_step(
     autojump_clock: MockClock,
 ) -> None:
     async with running() as run:
@@ -382,17 +382,18 @@ async def test_thousands_of_small_snapshots_are_put_together_some_in_each_step(
 VALUE: Final = bytes(1000)
 
 LARGE_VALUE: Final = bytes(30_000)
-"""Three snapshots with one of these are written one by one."""
+"""Three snapshots with such a value are written one by one."""
 
 
 async def test_a_full_commit_takes_no_further_snapshot(
     autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It ends with a whole snapshot, and the partitions that are left take their turn first."""
+    """A commit ends with a whole snapshot. The next commit begins with the partitions that had no
+    turn."""
     monkeypatch.setattr(flusher_module, "COMMIT_BYTES", 75_000)
     async with running(partitions=4) as run:
         first, *other_partitions = run.bucket.partitions
-        # Four closed snapshots and the open one.
+        # The partition has four closed snapshots and the open one.
         reader = cursor_at(first)
         for number in range(4):
             put(first, b"%d" % number, value=LARGE_VALUE)
@@ -408,7 +409,7 @@ async def test_a_full_commit_takes_no_further_snapshot(
 
 
 @pytest.mark.parametrize("is_one_partition", [False, True])
-async def test_what_found_no_room_in_a_commit_goes_into_the_next_at_once(
+async def test_snapshots_without_room_in_a_commit_are_written_at_once_in_the_next(
     autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch, is_one_partition: bool
 ) -> None:
     monkeypatch.setattr(flusher_module, "COMMIT_BYTES", 20_000)
@@ -426,7 +427,7 @@ async def test_what_found_no_room_in_a_commit_goes_into_the_next_at_once(
             assert run.store.highs() == [{0: 1}, {1: 1}, {2: 1}]
         begins = [begin - began for begin in run.store.begins]
         assert begins == pytest.approx([0.1, 0.11, 0.12], abs=1e-6)
-        # What comes now has its time to gather, however full its commit is.
+        # Later changes are gathered for the usual interval, even if their commit is full.
         for _ in range(2):
             began = trio.current_time()
             put(first, b"later", value=LARGE_VALUE)
@@ -475,17 +476,17 @@ async def test_a_full_commit_takes_no_further_snapshot_of_several_chunks(
 
 
 def _make_commits_small(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of some 200 kB, and chunks of 500 bytes."""
+    """Limits commits to some 200 kB, and chunks to 500 bytes."""
     monkeypatch.setattr(flusher_module, "COMMIT_BYTES", 200_000)
     monkeypatch.setattr(flusher_module, "COMMIT_BYTES_MAX", 250_000)
     for module in (closed_snapshot, segment):
         monkeypatch.setattr(module, "SEGMENT_BYTES", 500)
 
 
-async def test_a_snapshot_that_is_larger_than_a_commit_goes_to_disk_in_several(
+async def test_a_snapshot_larger_than_a_commit_is_written_in_several_commits(
     autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Only with the last one is it on disk. Other partitions have their turn in between."""
+    """It counts as on disk with the last commit. Other partitions are written in between."""
     _make_commits_small(monkeypatch)
     async with running(partitions=2, commit_s=0.25) as run:
         partition, (_, other) = run.partition, run.bucket.partitions
@@ -501,7 +502,7 @@ async def test_a_snapshot_that_is_larger_than_a_commit_goes_to_disk_in_several(
         run.wait_for("before", 1)
         run.wait_for("other", 1, partition=1)
         run.wait_for("large", 500)
-        # Two of its commits are on disk.
+        # Two commits of the large snapshot are on disk.
         await trio.sleep(0.6)
         assert run.answers == [("before", True), ("other", True)]
         assert partition.manager.persistence.committed_seq == 1
@@ -524,11 +525,11 @@ async def test_a_snapshot_that_is_larger_than_a_commit_goes_to_disk_in_several(
         assert [bool(write.answers) for write in (*fronts, last)] == [False, False, True]
 
 
-async def test_large_snapshots_of_like_size_go_to_disk_one_after_the_other(
+async def test_large_snapshots_of_similar_size_are_written_one_after_the_other(
     autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By turns, none would be on disk before nearly all were, and no memory would be freed. One
-    that is much smaller does not wait."""
+    """If they took turns, all would be complete only near the end, and no memory would be freed
+    before. A much smaller snapshot does not wait."""
     _make_commits_small(monkeypatch)
     async with running(partitions=3, commit_s=0.25) as run:
         for partition, batches in zip(run.bucket.partitions, (12, 12, 3), strict=True):
@@ -540,7 +541,7 @@ async def test_large_snapshots_of_like_size_go_to_disk_one_after_the_other(
         order = [write.partition for writes in commits for write in writes]
         assert order == [0, 2, 0, 0, 0, 1, 1, 1, 1]
         assert [writes[-1].ends for writes in commits if writes[-1].ends] == [[300], [1200], [1200]]
-        # What waits for another snapshot's end has waited long enough.
+        # A snapshot that waited for another one is written without a further interval.
         assert run.store.begins == pytest.approx(
             [began + FLUSH_INTERVAL_S + 0.25 * number for number in range(len(commits))]
         )
@@ -548,7 +549,7 @@ async def test_large_snapshots_of_like_size_go_to_disk_one_after_the_other(
             partition.check_invariants()
 
 
-async def test_a_large_snapshot_waits_for_no_partition_that_has_begun_again(
+async def test_a_large_snapshot_does_not_wait_for_a_partition_that_was_restarted(
     autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     _make_commits_small(monkeypatch)
@@ -563,10 +564,10 @@ async def test_a_large_snapshot_waits_for_no_partition_that_has_begun_again(
         assert not run.flusher._unfinished_partitions
 
 
-async def test_what_comes_while_a_commit_is_collected_goes_into_the_next(
+async def test_changes_that_arrive_while_a_commit_is_collected_go_into_the_next(
     autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # Others have their turn after each chunk.
+    # Other tasks run after each chunk.
     monkeypatch.setattr(flusher_module, "STEP_BYTES", 0)
     async with running() as run:
         partition, checkpoint = run.partition, trio.lowlevel.checkpoint
@@ -580,12 +581,12 @@ async def test_what_comes_while_a_commit_is_collected_goes_into_the_next(
         put(partition, b"a")
         await trio.sleep(1.0)
         assert run.store.highs() == [{0: 1}, {0: 2}]
-        # It has its time to gather, too.
+        # The second commit begins after the usual interval.
         first, second = run.store.begins
         assert second - first == pytest.approx(FLUSH_INTERVAL_S)
 
 
-async def test_commits_wait_for_an_index_that_can_move(
+async def test_commits_wait_for_the_index_only_while_it_can_be_written(
     autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(index_lag, "UNINDEXED_MAX", 5)
@@ -594,7 +595,7 @@ async def test_commits_wait_for_an_index_that_can_move(
         flusher = run.flusher
 
         async def is_written() -> bool:
-            """Whether a change of the second partition gets to disk."""
+            """Whether a change of the second partition is written to disk."""
             put(second, b"%d" % second.high_seq)
             await trio.sleep(1.0)
             return second.manager.persistence.committed_seq == second.high_seq
@@ -603,7 +604,7 @@ async def test_commits_wait_for_an_index_that_can_move(
         await trio.sleep(1.0)
         assert flusher.index_lag.unindexed_count() == 6
         assert not await is_written()
-        # One whose index is damaged is waited for no longer.
+        # Commits do not wait for a partition whose index is damaged.
         flusher.index_lag.set_stuck(P0, True)
         assert flusher.index_lag.unindexed_count() == 0
         await trio.sleep(1.0)
@@ -624,7 +625,7 @@ async def test_commits_wait_for_an_index_that_can_move(
 async def test_commits_do_not_wait_for_the_index_of_what_a_replica_loads(
     autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Another node's data comes as fast as the disk takes it, for minutes."""
+    """Another node's data arrives as fast as the disk can write it, for minutes."""
     monkeypatch.setattr(index_lag, "UNINDEXED_MAX", 5)
     async with running(partitions=2) as run:
         first, second = run.bucket.partitions
@@ -634,17 +635,17 @@ async def test_commits_do_not_wait_for_the_index_of_what_a_replica_loads(
         put(second, b"k")
         await trio.sleep(1.0)
         assert second.manager.persistence.committed_seq == 1
-        # Once it is active, its own changes fill its memory until they are indexed.
+        # When the partition is active, its own changes stay in memory until they are indexed.
         first.change_state(PartitionState.ACTIVE, first.failover_log)
         put(second, b"k")
         await trio.sleep(1.0)
         assert second.manager.persistence.committed_seq == 1
 
 
-async def test_a_partition_that_hands_over_does_not_wait_for_the_index(
+async def test_a_partition_that_is_handed_over_does_not_wait_for_the_index(
     autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nobody takes its writes meanwhile, and after ten seconds it is active again."""
+    """No node accepts its writes meanwhile, and after ten seconds it is active again."""
     monkeypatch.setattr(index_lag, "UNINDEXED_MAX", 5)
     async with running(partitions=2) as run:
         first, second = run.bucket.partitions
@@ -656,13 +657,13 @@ async def test_a_partition_that_hands_over_does_not_wait_for_the_index(
         second.change_state(PartitionState.PENDING, second.failover_log)
         with trio.fail_after(1.0):
             await run.flusher.wait_until_persisted(second, SeqNo(1))
-        # What comes for the other waits again.
+        # A change of the other partition waits again.
         put(first, b"k")
         await trio.sleep(1.0)
         assert first.manager.persistence.committed_seq == 6
 
 
-async def test_a_stop_writes_everything_at_once_however_far_behind_the_index_is(
+async def test_a_stop_writes_everything_at_once_though_the_index_is_far_behind(
     autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(index_lag, "UNINDEXED_MAX", 0)

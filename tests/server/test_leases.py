@@ -1,4 +1,4 @@
-"""Leases over real connections: what is read under one is the same each time, or is gone."""
+"""Leases over real connections: reads under a lease have the same rows each time, or fail."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ async def server(
 
 
 def result_of(steps: Generator[None, None, T]) -> T:
-    """What it gives after all its steps."""
+    """Runs all steps, and returns their result."""
     try:
         while True:
             next(steps)
@@ -96,14 +96,14 @@ def result_of(steps: Generator[None, None, T]) -> T:
 
 
 async def write(client: Client, *rounds: int) -> None:
-    """Writes every key once a round, each round a snapshot on disk of its own."""
+    """Writes every key once in each round. Each write is a snapshot on disk."""
     for round_ in rounds:
         for key in KEYS:
             await client.set(key, b"round %d of " % round_ + key, durability=Durability.PERSISTED)
 
 
 async def compact(server: Server) -> None:
-    """Has everything indexed that is on disk, and what was superseded compacted."""
+    """Indexes everything that is on disk, and compacts the log."""
     (disk,) = server.catalog.disks.values()
     maintenance = disk.maintenance
     before = maintenance.statistics().get("compactions", 0)
@@ -116,14 +116,14 @@ async def compact(server: Server) -> None:
 
 
 def figures(server: Server) -> tuple[int, int]:
-    """Leases held, and lapsed."""
+    """How many leases are held, and how many have lapsed."""
     (disk,) = server.catalog.disks.values()
     statistics = disk.leases.statistics()
     return int(str(statistics["held"])), int(str(statistics["lapsed"]))
 
 
 def cutting(rng: random.Random, times: int) -> Dial:
-    """Connections, of which the first ones break soon."""
+    """Dials connections. The first `times` of them break soon."""
     connections_left = times
 
     async def dial(address: Address) -> trio.abc.Stream:
@@ -144,7 +144,7 @@ async def read(
     starts: Mapping[PartitionId, Position] | None = None,
     dial: Dial = dial_tcp,
 ) -> Rows:
-    """Everything in the leased ranges."""
+    """Reads everything in the leased ranges."""
     rows: Rows = {}
     positions = {PartitionId(partition): start for partition, start in (starts or {}).items()}
     async with consume(
@@ -173,7 +173,7 @@ ALL = [(partition, 0, SEQ_MAX) for partition in range(PARTITIONS)]
 
 
 async def test_a_leased_range_reads_the_same_each_time(server: Server) -> None:
-    """Though every key is overwritten and everything else compacted meanwhile."""
+    """Meanwhile every key is overwritten, and everything that is not leased is compacted."""
     async with connect(server.url("b")) as client:
         await write(client, 1, 2, 3)
         lease = await client.acquire_lease(ALL, time_to_live_s=60, owner="me", lease_id=7)
@@ -192,7 +192,7 @@ async def test_a_leased_range_reads_the_same_each_time(server: Server) -> None:
         assert await read(server, 7, ends) == first
         again = await client.acquire_lease(ALL, time_to_live_s=60, owner="me", lease_id=7)
         assert [(r.start, r.end) for r in again.ranges] == [(r.start, r.end) for r in lease.ranges]
-        # Part of it, from a number in the middle.
+        # A read of a part of the range, from a number in the middle.
         for partition, rows in first.items():
             middle = rows[len(rows) // 2].seq
             (info,) = [info for info in client.partitions() if info.partition == partition]
@@ -208,10 +208,10 @@ async def test_a_leased_range_reads_the_same_each_time(server: Server) -> None:
         assert refusal.value.status is Status.RANGE_GONE
 
 
-async def test_a_lease_of_a_long_log_is_measured_in_pieces(
+async def test_the_size_of_a_lease_of_a_long_log_is_measured_in_pieces(
     server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Other reads of the disk come in between."""
+    """Other reads of the disk take place in between."""
     async with connect(server.url("b")) as client:
         await write(client, 1, 2, 3)
         whole = await client.acquire_lease(ALL, time_to_live_s=60, owner="me", lease_id=7)
@@ -222,7 +222,7 @@ async def test_a_lease_of_a_long_log_is_measured_in_pieces(
 
 
 async def test_a_leased_range_is_complete_though_deletions_were_removed(server: Server) -> None:
-    """A reader may begin in the middle of it, or go on there after a lost connection."""
+    """A reader may begin in the middle of the range, or continue there after a lost connection."""
     async with connect(server.url("b")) as client:
         await write(client, 1, 2)
         lease = await client.acquire_lease(ALL, time_to_live_s=60, owner="me", lease_id=7)
@@ -247,8 +247,8 @@ async def test_a_leased_range_is_complete_though_deletions_were_removed(server: 
         assert refusal.value.status is Status.ROLLBACK_NEEDED
 
 
-async def test_a_lease_on_a_bucket_that_is_deleted_meanwhile(server: Server) -> None:
-    """It must not come to be in another bucket of the same name."""
+async def test_a_lease_is_refused_if_its_bucket_is_deleted_meanwhile(server: Server) -> None:
+    """The lease must not be granted in a later bucket of the same name."""
     (disk,) = server.catalog.disks.values()
 
     async def acquire() -> None:
@@ -282,7 +282,7 @@ async def test_wrong_ranges_of_a_lease_are_refused(server: Server) -> None:
             assert refusal.value.status is Status.BAD_ARGUMENT
 
 
-async def test_what_a_lease_does_not_hold_is_not_read_under_it(server: Server) -> None:
+async def test_a_read_of_a_range_outside_its_lease_is_refused(server: Server) -> None:
     async with connect(server.url("b")) as client:
         await write(client, 1)
         lease = await client.acquire_lease(ALL[:1], time_to_live_s=60, owner="me")
@@ -295,7 +295,7 @@ async def test_what_a_lease_does_not_hold_is_not_read_under_it(server: Server) -
 
 
 def leased_stream(lease: HeldLease, position: Position, end: int, opaque: int) -> Stream:
-    """Asks for the first range of a lease, from a position to an end."""
+    """A request to stream the first range of a lease, from a position to an end."""
     return Stream(
         PartitionState.ACTIVE,
         position,
@@ -321,10 +321,10 @@ async def test_a_leased_stream_that_would_end_inside_the_clients_snapshot_is_ref
             assert (await hand.expect(StreamReply)).status == status
 
 
-async def test_a_lease_that_is_released_before_its_read_begins_ends_its_stream_alone(
+async def test_the_release_of_a_lease_before_its_read_begins_ends_only_its_stream(
     server: Server,
 ) -> None:
-    """The connection goes on, and who asks for the stream again hears that the range is gone."""
+    """The connection goes on. Another request for the stream is refused with `RANGE_GONE`."""
     async with connect(server.url("b")) as client:
         await write(client, 1)
         lease = await client.acquire_lease(ALL[:1], time_to_live_s=60, owner="me", lease_id=7)
@@ -342,8 +342,8 @@ async def test_a_lease_that_is_released_before_its_read_begins_ends_its_stream_a
         assert (await hand.expect(StreamReply)).status == Status.RANGE_GONE
 
 
-async def test_a_lease_stays_with_the_node_that_granted_it(server: Server) -> None:
-    """Also when this node is not active any more; a node without the lease has no part of it."""
+async def test_a_lease_stays_at_the_node_that_granted_it(server: Server) -> None:
+    """The node can renew and release the lease when it is not active any more."""
     async with connect(server.url("b")) as client:
         await write(client, 1)
         lease = await client.acquire_lease(ALL, time_to_live_s=60, owner="me", lease_id=7)
@@ -384,7 +384,7 @@ async def test_a_lapsed_lease_can_be_renewed_until_compaction_removes_data(
         with pytest.raises(ServerError) as refusal:
             await read(server, 7, ends)
         assert refusal.value.status is Status.RANGE_GONE
-        # Asking for it again must not give other rows under the same name.
+        # A new lease of the same ID would have other rows, so it is refused.
         with pytest.raises(ServerError) as refusal:
             await client.acquire_lease(ALL, time_to_live_s=60, owner="me", lease_id=7)
         assert refusal.value.status is Status.RANGE_GONE
@@ -397,10 +397,10 @@ async def test_a_lapsed_lease_can_be_renewed_until_compaction_removes_data(
         assert figures(server) == (0, 0), "after a week it is forgotten"
 
 
-async def test_a_position_is_listed_with_its_distance_and_holds_nothing(
+async def test_a_position_is_listed_with_its_distance_and_protects_no_range(
     server: Server, clock: Clock
 ) -> None:
-    """Also when its consumer has not been there for days."""
+    """A position is listed even if its consumer has not connected for days."""
     (disk,) = server.catalog.disks.values()
 
     def consumers() -> Any:
@@ -424,7 +424,7 @@ async def test_a_position_is_listed_with_its_distance_and_holds_nothing(
             }
         ]
         await write(client, 2)
-        # A week after it has lapsed, it is forgotten.
+        # A lease is forgotten a week after it has lapsed.
         clock.now += 7 * 24 * 3600
         await disk.leases.delete_lapsed()
         (row,) = consumers()
@@ -437,7 +437,7 @@ async def test_a_position_is_listed_with_its_distance_and_holds_nothing(
 async def test_a_read_of_an_empty_bucket_is_not_listed_as_a_position(
     server: Server, directory: SimulatedDirectory
 ) -> None:
-    """Also not for a server that reads the leases from disk."""
+    """A server that reads the leases from disk does not list it either."""
     async with connect(server.url("b")) as client:
         await client.acquire_lease(ALL, time_to_live_s=60, owner="a read", lease_id=5)
         ranges = [(partition, 0, 0) for partition, _, _ in ALL]
@@ -472,7 +472,7 @@ async def test_many_leases_are_listed_in_steps(
     assert len(statistics["leases"]["leases"]) == len(statistics["leases"]["consumers"]) == 5
 
 
-async def test_a_bucket_is_deleted_while_its_leases_are_listed(
+async def test_a_list_of_leases_is_complete_though_its_bucket_is_deleted_meanwhile(
     server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(leases, "STEP_RANGES", PARTITIONS)
@@ -488,7 +488,7 @@ async def test_a_bucket_is_deleted_while_its_leases_are_listed(
         assert row["numbers_behind"] == len(KEYS)
 
 
-async def test_lapsed_leases_make_room_for_others(server: Server, clock: Clock) -> None:
+async def test_lapsed_leases_are_evicted_for_new_ones(server: Server, clock: Clock) -> None:
     async with connect(server.url("b")) as client:
         await write(client, 1)
 
@@ -510,10 +510,10 @@ async def test_lapsed_leases_make_room_for_others(server: Server, clock: Clock) 
             await client.renew_lease(lease_id, time_to_live_s=60)
 
 
-async def test_a_lease_that_made_room_is_not_granted_again(
+async def test_an_evicted_lease_is_not_granted_again(
     server: Server, clock: Clock, directory: SimulatedDirectory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its owner would read other rows under its ID."""
+    """Otherwise its owner would read other rows under its ID."""
     monkeypatch.setattr(leases, "LEASES_MAX", 2)
     monkeypatch.setattr(leases, "EVICTED_LEASES_MAX", 3)
 
@@ -528,7 +528,7 @@ async def test_a_lease_that_made_room_is_not_granted_again(
     (disk,) = server.catalog.disks.values()
     async with connect(server.url("b")) as client:
         await write(client, 1)
-        # The third is a position, of which the owner may put another one.
+        # The third lease is a position, which its owner may store again.
         for lease_id, end in ((1, SEQ_MAX), (2, SEQ_MAX), (3, 0), (4, SEQ_MAX), (5, SEQ_MAX)):
             assert await acquire(client, lease_id, end) is Status.OK
             clock.now += 61
@@ -544,7 +544,7 @@ async def test_a_lease_that_made_room_is_not_granted_again(
         ):
             for lease_id in (1, 2, 4):
                 assert await acquire(other, lease_id) is Status.RANGE_GONE
-        # A fourth one is forgotten for a fifth, and all of them after a week.
+        # The server remembers three evicted leases: it forgets the oldest, and after a week all.
         clock.now += 61
         assert await acquire(client, 6) is Status.OK
         assert await acquire(client, 2) is Status.RANGE_GONE
@@ -555,7 +555,7 @@ async def test_a_lease_that_made_room_is_not_granted_again(
         assert await acquire(client, 2) is Status.OK
 
 
-async def test_lapsed_leases_give_up_their_ranges_to_others(
+async def test_lapsed_leases_are_evicted_when_new_ones_need_their_ranges(
     server: Server, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(leases, "LEASED_RANGES_MAX", 9)
@@ -589,7 +589,7 @@ async def test_a_long_or_unprintable_owner_is_refused(server: Server) -> None:
         assert "leases" not in (await client.stats())["buckets"]["b"]["leases"]
 
 
-async def test_what_one_lease_may_ask_for_is_bounded(server: Server) -> None:
+async def test_a_lease_of_too_long_a_time_or_of_too_many_ranges_is_refused(server: Server) -> None:
     day_s = 24 * 3600
     async with connect(server.url("b")) as client:
         await client.acquire_lease(ALL, time_to_live_s=day_s, owner="me", lease_id=7)
@@ -604,7 +604,7 @@ async def test_what_one_lease_may_ask_for_is_bounded(server: Server) -> None:
             await client.acquire_lease(ranges, time_to_live_s=60, owner="me")
 
 
-async def test_a_lease_that_was_released_is_not_there_after_a_restart(
+async def test_a_released_lease_does_not_come_back_after_a_restart(
     server: Server, directory: SimulatedDirectory
 ) -> None:
     async with connect(server.url("b")) as client:
@@ -623,7 +623,7 @@ async def test_a_lease_that_was_released_is_not_there_after_a_restart(
 async def test_a_leased_range_is_read_after_lost_connections_and_a_restart(
     server: Server, directory: SimulatedDirectory, seed: int
 ) -> None:
-    """Also inside its snapshot, and though the server began a new history meanwhile."""
+    """The read continues inside a snapshot, also in a new history of the server."""
     rng = random.Random(seed)
     async with connect(server.url("b")) as client:
         await write(client, 1, 2, 3)
@@ -631,7 +631,7 @@ async def test_a_leased_range_is_read_after_lost_connections_and_a_restart(
         ends = {r.partition: r.end for r in lease.ranges}
         first = await read(server, 7, ends)
         assert await read(server, 7, ends, dial=cutting(rng, 6)) == first
-    # A second server on the same disks, as after a crash of the first: a new history.
+    # A second server on the same disks, as after a crash of the first, begins a new history.
     for disk in directory.disks["b"]:
         disk.crash()
     async with running_server(CONFIG, SimulatedStore(directory)) as restarted:

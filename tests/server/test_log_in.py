@@ -1,4 +1,4 @@
-"""Logging in: by a password, by a certificate, and what strangers hear."""
+"""Log-ins with a password or a certificate, and what clients learn without a log-in."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def user_names(server: Server) -> list[str | None]:
     return [connection.context.access.user_name for connection in server.connections.connections]
 
 
-# Who gets in.
+# Log-ins that succeed.
 
 
 async def test_all_kinds_of_clients_log_in() -> None:
@@ -123,7 +123,7 @@ async def test_without_users_nobody_needs_to_log_in() -> None:
         assert user_names(server) == [None]
 
 
-async def test_a_certificate_or_a_password_bound_to_the_connection(
+async def test_a_user_logs_in_with_a_certificate_or_with_a_password_bound_to_the_connection(
     certificates: Certificates,
 ) -> None:
     settings: dict[str, Any] = {"tls_client_ca": str(certificates.authority.ca)}
@@ -152,14 +152,14 @@ async def test_a_recorded_log_in_does_not_contain_the_password() -> None:
         address = Address.parse(proxy.url("b"), Security(credentials=BOB))
         async with connect(address) as client:
             await client.set("k", "v")
-        # The name is there, so the test would see the rest.
+        # The name is in the recording, so the test would find a password, too.
         assert b"n=bob," in proxy.recorded
         for secret in (b"pencil", VERIFIER.stored_key, VERIFIER.server_key):
             assert secret not in proxy.recorded
             assert b64encode(secret) not in proxy.recorded
 
 
-async def test_a_certificate_without_a_binding_is_not_that_of_a_server_that_binds(
+async def test_clients_refuse_a_server_that_binds_passwords_if_its_certificate_gives_no_binding(
     certificates: Certificates, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("upr_protocol.transport.tls_link.channel_binding", lambda _: b"")
@@ -169,7 +169,7 @@ async def test_a_certificate_without_a_binding_is_not_that_of_a_server_that_bind
             assert "somebody in between may have removed it" in message
 
 
-async def test_passwords_are_bound_to_the_certificate_that_a_connection_began_with(
+async def test_a_password_is_bound_to_the_certificate_with_which_the_connection_began(
     certificates: Certificates, tmp_path: Path
 ) -> None:
     authority = Authority(tmp_path)
@@ -190,11 +190,11 @@ async def test_passwords_are_bound_to_the_certificate_that_a_connection_began_wi
         await trio.aclose_forcefully(early)
 
 
-# Who does not.
+# Log-ins that fail.
 
 
 async def both_refused(address: Address) -> list[tuple[type[UprError], str]]:
-    """What the two kinds of clients raise."""
+    """The errors of both kinds of clients."""
 
     def block() -> UprError:
         with pytest.raises(UprError) as caught, BlockingClient(address):
@@ -219,7 +219,7 @@ async def both_refused(address: Address) -> list[tuple[type[UprError], str]]:
         (Credentials("bob", "a\nb"), UsersError, "the password has a control character"),
     ],
 )
-async def test_who_is_refused(
+async def test_wrong_credentials_are_refused(
     credentials: Credentials | None, kind: type[UprError], sentence: str
 ) -> None:
     async with server_with_users() as server:
@@ -243,8 +243,8 @@ async def test_a_publisher_and_a_consumer_do_not_go_on_trying() -> None:
         assert server.connections.resources.log_ins.failures.failure_count == 2
 
 
-async def test_a_certificate_logs_in_as_nobody_else(certificates: Certificates) -> None:
-    """SASL could name another user here; that is not taken for a log-in as oneself."""
+async def test_a_certificate_does_not_log_in_as_another_user(certificates: Certificates) -> None:
+    """In SASL the data of EXTERNAL may name another user. Here it must be empty."""
     settings: dict[str, Any] = {"tls_client_ca": str(certificates.authority.ca)}
     async with server_with_users(**certificates.server_settings(), **settings) as server:
         tls = certificates.security_of(certificates.client).tls
@@ -264,7 +264,7 @@ async def test_a_certificate_logs_in_as_nobody_else(certificates: Certificates) 
         )
 
 
-async def test_a_certificate_of_nobody(certificates: Certificates) -> None:
+async def test_a_certificate_that_names_no_user_is_refused(certificates: Certificates) -> None:
     settings: dict[str, Any] = {"tls_client_ca": str(certificates.authority.ca)}
     async with server_with_users(**certificates.server_settings(), **settings) as server:
         address = Address.parse(server.url("b"), certificates.security_of(certificates.server))
@@ -273,8 +273,8 @@ async def test_a_certificate_of_nobody(certificates: Certificates) -> None:
                 pass
 
 
-async def test_a_server_that_only_claims_to_know_the_user() -> None:
-    """It lets everybody in, to hear what they write."""
+async def test_clients_refuse_a_server_that_does_not_know_the_password() -> None:
+    """Such a server accepts every password, to receive what clients write."""
     pretended = msgspec.structs.replace(VERIFIER, server_key=bytes(32))
     async with server_with_users(Users(1, {"bob": User("bob", pretended)})) as server:
         for kind, message in await both_refused(address_of(server)):
@@ -282,22 +282,22 @@ async def test_a_server_that_only_claims_to_know_the_user() -> None:
             assert "the server does not prove that it knows this user" in message
 
 
-async def test_a_server_that_does_not_ask_for_a_log_in_proves_nothing() -> None:
-    """Or somebody who claims to be the server would leave out what they cannot do."""
+async def test_clients_with_credentials_refuse_a_server_that_needs_no_log_in() -> None:
+    """Otherwise a false server could leave out the log-in, in which it cannot prove itself."""
     async with server_with_users(Users()) as server:
         for kind, message in await both_refused(address_of(server)):
             assert kind is ServerError
             assert message.startswith("the server does not ask for a log-in, so it proves nothing")
 
 
-# What strangers hear.
+# What a client learns before its log-in.
 
 Step = Callable[[Peer], Any]
 
 
 @asynccontextmanager
-async def stranger(server: Server) -> AsyncIterator[Peer]:
-    """Somebody who has said `Hello`."""
+async def logged_out_peer(server: Server) -> AsyncIterator[Peer]:
+    """A peer that has sent `Hello` and has not logged in."""
     stream = await trio.open_tcp_stream("127.0.0.1", server.port)
     async with stream:
         peer = Peer(stream)
@@ -316,24 +316,24 @@ async def challenged(peer: Peer, name: str, password: str = "x") -> tuple[ScramC
     "message",
     [Open("b"), ListBuckets(), Stats(), CreateBucket("c"), Noop(), ContinueLogIn(b""), LoggedIn()],
 )
-async def test_nothing_is_answered_before_the_log_in(message: Any) -> None:
+async def test_requests_before_the_log_in_are_refused(message: Any) -> None:
     async with server_with_users() as server:
-        async with stranger(server) as peer:
+        async with logged_out_peer(server) as peer:
             await peer.send(message)
             await peer.expect_error(Status.OUT_OF_TURN)
-        async with stranger(server) as peer:
+        async with logged_out_peer(server) as peer:
             await challenged(peer, "bob")
             await peer.send(message)
             expected = Status.MALFORMED if isinstance(message, ContinueLogIn) else None
             await peer.expect_error(expected or Status.OUT_OF_TURN)
 
 
-async def test_a_stranger_does_not_learn_who_exists() -> None:
+async def test_a_failed_log_in_does_not_tell_whether_the_user_exists() -> None:
     async with server_with_users() as server:
         answers: dict[str, tuple[dict[str, int], str]] = {}
         salts: dict[str, set[bytes]] = {"bob": set(), "alice": set(), "eve": set()}
         for name in ("bob", "alice", "eve") * 2:
-            async with stranger(server) as peer:
+            async with logged_out_peer(server) as peer:
                 client, challenge = await challenged(peer, name)
                 parts = dict(part.split(b"=", 1) for part in challenge.split(b","))
                 salts[name].add(parts[b"s"])
@@ -343,16 +343,16 @@ async def test_a_stranger_does_not_learn_who_exists() -> None:
                 lengths["iterations"] = int(parts[b"i"])
                 answers[name] = lengths, error.sentence
         assert answers["bob"] == answers["alice"] == answers["eve"]
-        # The salt is the same each time, and another for each name.
+        # A name has the same salt each time, and each name has another one.
         assert all(len(user_salts) == 1 for user_salts in salts.values())
         assert len(set.union(*salts.values())) == 3
 
 
-async def test_all_nodes_say_the_same_of_a_user_who_does_not_exist() -> None:
-    """A stranger who asks two nodes would otherwise know."""
+async def test_all_nodes_send_the_same_salt_for_a_user_who_does_not_exist() -> None:
+    """Otherwise a client that asks two nodes could tell which users exist."""
 
     async def salt_of(server: Server) -> bytes:
-        async with stranger(server) as peer:
+        async with logged_out_peer(server) as peer:
             _, challenge = await challenged(peer, "eve")
             return challenge.split(b",")[1]
 
@@ -371,8 +371,10 @@ async def test_all_nodes_say_the_same_of_a_user_who_does_not_exist() -> None:
         (SCRAM, b"n,,n=bob\x00,r=n", Status.MALFORMED),
     ],
 )
-async def test_a_first_message_without_sense(mechanism: str, data: bytes, status: Status) -> None:
-    async with server_with_users() as server, stranger(server) as peer:
+async def test_a_wrong_first_message_of_a_log_in_is_refused(
+    mechanism: str, data: bytes, status: Status
+) -> None:
+    async with server_with_users() as server, logged_out_peer(server) as peer:
         await peer.send(StartLogIn(mechanism, data))
         await peer.expect_error(status)
 
@@ -386,20 +388,20 @@ async def test_a_first_message_without_sense(mechanism: str, data: bytes, status
     ],
     ids=["removed", "another password", "no password any more"],
 )
-async def test_a_user_who_changes_during_the_log_in(users: dict[str, User]) -> None:
-    async with server_with_users() as server, stranger(server) as peer:
+async def test_a_log_in_fails_if_its_user_is_changed_meanwhile(users: dict[str, User]) -> None:
+    async with server_with_users() as server, logged_out_peer(server) as peer:
         client, challenge = await challenged(peer, "bob", "pencil")
         server.users.users = Users(2, users)
         await peer.send(ContinueLogIn(client.client_final(challenge)))
         await peer.expect_error(Status.LOG_IN_FAILED)
 
 
-async def test_a_host_that_fails_too_often_must_wait(autojump_clock: MockClock) -> None:
+async def test_a_host_with_too_many_failed_log_ins_must_wait(autojump_clock: MockClock) -> None:
     async with server_with_users() as server:
         failures = server.connections.resources.log_ins.failures
 
         async def attempt(password: str) -> Error | LoggedIn:
-            async with stranger(server) as peer:
+            async with logged_out_peer(server) as peer:
                 client, challenge = await challenged(peer, "bob", password)
                 return await answer(peer, client, challenge)
 
@@ -409,14 +411,14 @@ async def test_a_host_that_fails_too_often_must_wait(autojump_clock: MockClock) 
             assert isinstance(message, Error | LoggedIn)
             return message
 
-        # All get their challenges before the first of them fails.
+        # All log-ins have their challenges before the first of them fails.
         waiting_count = 0
         ready = trio.Event()
         statuses: list[int] = []
 
         async def one_of_many() -> None:
             nonlocal waiting_count
-            async with stranger(server) as peer:
+            async with logged_out_peer(server) as peer:
                 client, challenge = await challenged(peer, "bob", "pen")
                 waiting_count += 1
                 if waiting_count == FAILURES_MAX + 5:
@@ -434,14 +436,14 @@ async def test_a_host_that_fails_too_often_must_wait(autojump_clock: MockClock) 
         assert (failures.failure_count, failures.refusal_count) == (FAILURES_MAX, 5)
 
 
-async def test_nothing_behind_a_log_in_that_fails_tells_of_it_early(
+async def test_a_message_behind_a_failed_log_in_does_not_shorten_its_delay(
     autojump_clock: MockClock,
 ) -> None:
-    """Whatever comes with the answer to the challenge, a failure is told after its delay."""
+    """The server sends the failure after its delay, whatever follows the client's answer."""
     async with server_with_users() as server:
         server.connections.resources.log_ins.failure_delay_s = FAILURE_DELAY_S
         for message in (Noop(), ListBuckets(opaque=1), ContinueLogIn(b"")):
-            async with stranger(server) as peer:
+            async with logged_out_peer(server) as peer:
                 client, challenge = await challenged(peer, "bob", "pen")
                 began = trio.current_time()
                 await peer.send(ContinueLogIn(client.client_final(challenge)), message)
@@ -449,14 +451,14 @@ async def test_nothing_behind_a_log_in_that_fails_tells_of_it_early(
                 assert trio.current_time() - began >= FAILURE_DELAY_S
 
 
-async def test_what_comes_with_the_log_in_waits_for_what_the_user_owes(
+async def test_a_request_behind_the_log_in_waits_while_the_user_is_over_its_limit(
     autojump_clock: MockClock,
 ) -> None:
-    """Or each new connection would have some bytes read beyond the user's limit."""
+    """Otherwise the server would read more than the limit of the user with each new connection."""
     users = USERS.with_limits("bob", Limits(bytes_in=BYTES_A_SECOND_MIN))
     async with server_with_users(users) as server:
         usage = server.connections.resources.log_ins.usages.usage_of("bob")
-        async with stranger(server) as peer:
+        async with logged_out_peer(server) as peer:
             client, challenge = await challenged(peer, "bob", "pencil")
             usage.pause_after_reading(30 * BYTES_A_SECOND_MIN, trio.current_time())
             began = trio.current_time()
@@ -467,12 +469,12 @@ async def test_what_comes_with_the_log_in_waits_for_what_the_user_owes(
             assert 25 < trio.current_time() - began < 35
 
 
-async def test_a_frame_does_not_fall_behind_while_the_server_pauses_its_user(
+async def test_a_frame_is_not_dropped_as_too_slow_while_the_server_pauses_its_user(
     autojump_clock: MockClock,
 ) -> None:
-    """The user's limit has the server read nothing for longer than a frame may stop."""
+    """For its user's limit, the server pauses reading for longer than a frame may take."""
     users = USERS.with_limits("bob", Limits(bytes_in=BYTES_A_SECOND_MIN))
-    async with server_with_users(users) as server, stranger(server) as peer:
+    async with server_with_users(users) as server, logged_out_peer(server) as peer:
         client, challenge = await challenged(peer, "bob", "pencil")
         await peer.send(ContinueLogIn(client.client_final(challenge)))
         await peer.expect(LoggedIn)
@@ -493,7 +495,7 @@ async def test_a_frame_does_not_fall_behind_while_the_server_pauses_its_user(
         assert server.connections.resources.frame_budget.dropped_count == 0
 
 
-async def test_it_is_noted_who_logs_in_and_who_tries(certificates: Certificates) -> None:
+async def test_the_audit_log_has_log_ins_and_failed_log_ins(certificates: Certificates) -> None:
     log = AuditNotes()
     settings: dict[str, Any] = {"tls_client_ca": str(certificates.authority.ca)}
     limited = User("carol", VERIFIER, RIGHTS, Limits(connections=1))
@@ -534,9 +536,9 @@ async def test_it_is_noted_who_logs_in_and_who_tries(certificates: Certificates)
     ]
 
 
-async def test_it_is_noted_which_host_must_wait() -> None:
+async def test_the_audit_log_has_the_host_that_must_wait() -> None:
     log = AuditNotes()
-    async with server_with_users() as server, stranger(server) as peer:
+    async with server_with_users() as server, logged_out_peer(server) as peer:
         for _ in range(FAILURES_MAX + 1):
             server.connections.resources.log_ins.failures.count_failure(
                 "127.0.0.1", trio.current_time()
@@ -548,7 +550,7 @@ async def test_it_is_noted_which_host_must_wait() -> None:
     assert log.notes == [("log-in limited", {"host": "127.0.0.1"})]
 
 
-def test_failures_are_forgotten_with_time() -> None:
+def test_failed_log_ins_of_a_host_are_forgotten_over_time() -> None:
     failures = FailedLogIns()
     for _ in range(FAILURES_MAX):
         assert not failures.is_limited("a", 100.0)
@@ -562,11 +564,11 @@ def test_failures_are_forgotten_with_time() -> None:
     assert failures.refusal_count == 2
 
 
-def test_hosts_that_failed_take_bounded_memory() -> None:
+def test_hosts_with_failed_log_ins_take_bounded_memory() -> None:
     failures = FailedLogIns()
     for number in range(HOSTS_MAX):
         failures.count_failure(str(number), 0.0)
-    # The one that failed longest ago is forgotten: that is no longer the first.
+    # The host whose last failure is oldest is forgotten. Host 0 has failed again since.
     failures.count_failure("0", 0.0)
     failures.count_failure("new", 0.0)
     assert len(failures._free_at) == HOSTS_MAX
@@ -585,7 +587,7 @@ def test_hosts_that_failed_take_bounded_memory() -> None:
         ("no socket", "no socket"),
     ],
 )
-def test_whose_failures_count_together(peer: str, network: str) -> None:
+def test_failures_are_counted_by_ipv4_address_or_ipv6_network(peer: str, network: str) -> None:
     assert network_of(peer) == network
 
 
@@ -593,15 +595,15 @@ async def test_a_client_that_does_not_log_in_in_time_is_disconnected(
     autojump_clock: MockClock,
 ) -> None:
     async with server_with_users() as server:
-        async with stranger(server) as peer:
+        async with logged_out_peer(server) as peer:
             await peer.expect_error(Status.IDLE)
-        async with stranger(server) as peer:
+        async with logged_out_peer(server) as peer:
             await challenged(peer, "bob")
             error = await peer.expect_error(Status.IDLE)
             assert error.sentence == "no log-in within 10 seconds"
 
 
-def test_what_shows_credentials_does_not_show_the_password() -> None:
+def test_the_text_of_credentials_does_not_show_the_password() -> None:
     address = Address.parse("upr://host/b", Security(credentials=Credentials("bob", "pencil")))
     for text in (repr(address), str(address), repr(address.security), f"{BOB}"):
         assert "pencil" not in text
