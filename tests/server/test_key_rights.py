@@ -361,7 +361,9 @@ async def ends(peer: Peer) -> None:
     assert trio.current_time() - began < 1
 
 
-async def test_a_stream_ends_when_only_some_keys_are_left() -> None:
+async def test_a_stream_ends_when_only_some_keys_are_left(
+    autojump_clock: trio.testing.MockClock,
+) -> None:
     async with logged_in(READ_ALL, Grant(Right.WRITE, "b")) as (server, peer):
         await streaming(peer)
         await server.users.apply_change(lambda users: users.granting(USER, (READ_A,)))
@@ -370,7 +372,9 @@ async def test_a_stream_ends_when_only_some_keys_are_left() -> None:
 
 
 @pytest.mark.parametrize("how", ["revoke", "withdraw", "remove"])
-async def test_taking_a_right_from_a_role_ends_the_streams_that_lived_by_it(how: str) -> None:
+async def test_taking_a_right_from_a_role_ends_the_streams_that_lived_by_it(
+    autojump_clock: trio.testing.MockClock, how: str
+) -> None:
     grants = (READ_ALL, Grant(Right.WRITE, "b"))
     async with logged_in() as (server, peer):
         await server.users.apply_change(lambda users: users.with_role(UserRole("editors", grants)))
