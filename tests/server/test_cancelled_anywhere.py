@@ -564,13 +564,13 @@ async def test_taking_answers_to_publishers_in_steps_can_be_cancelled() -> None:
 RECEIVED: Final = tries(add_answers, forget_answers)
 
 
-async def test_answers_to_publishers_that_a_replica_receives() -> None:
+async def test_adding_answers_that_a_replica_received_can_be_cancelled() -> None:
     partition = new_bucket().partitions[0]
     answers, counters, seq = partition.repeated_batches.answers, count(1), SeqNo(1)
     answer = pack_result(MutateResult(HistoryId(1), seq, seq, Cas(1)))
 
     async def work() -> None:
-        # What was cancelled before may have left some, which have to go first.
+        # A cancelled attempt may have left some answers, which are removed first.
         await forget_answers(partition, SeqNo(0))
         writers = range(2 * STEP_ANSWERS // BATCHES_MAX + 1)
         rows = [
@@ -931,8 +931,10 @@ class _DamagedStore(SimulatedStore):
             raise CorruptionError("a flipped bit")
 
 
-async def test_a_replica_that_rolls_back(server: Server, autojump_clock: MockClock) -> None:
-    """A rollback is done whole, and so is the refusal of a partition whose record is damaged."""
+async def test_a_rollback_of_a_replica_can_be_cancelled(
+    server: Server, autojump_clock: MockClock
+) -> None:
+    """A rollback is completed, and so is the refusal of a partition with a damaged record."""
     port = 77
     await _name_replica(server, f"{HOST}:{port}")
     numbers = count()
