@@ -1,4 +1,4 @@
-"""A server made from its configuration, on what its store has from before."""
+"""Servers that start from a configuration, on what their store has from before."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ MIB = 1024 * 1024
 async def buckets_of(
     config: ServerConfig, directory: SimulatedDirectory
 ) -> list[tuple[str, int, int]]:
-    """Name, partitions and quota of each bucket of a server that was started so."""
+    """Name, partitions and quota of each bucket of a server with this configuration."""
     async with (
         running_server(config, SimulatedStore(directory)) as server,
         connect(f"upr://127.0.0.1:{server.port}") as client,
@@ -45,7 +45,7 @@ async def buckets_of(
         ]
 
 
-async def test_a_bucket_that_is_there_keeps_its_partitions_and_takes_a_new_quota() -> None:
+async def test_an_existing_bucket_keeps_its_partitions_and_gets_a_new_quota() -> None:
     directory = SimulatedDirectory()
 
     async def started(*buckets: BucketConfig) -> list[tuple[str, int, int]]:
@@ -57,7 +57,7 @@ async def test_a_bucket_that_is_there_keeps_its_partitions_and_takes_a_new_quota
     assert await started(BucketConfig("c", 2)) == [("b", 4, 64 * MIB), ("c", 2, 64 * MIB)]
 
 
-async def test_answers_that_a_lower_quota_has_no_room_for_leave_the_disk_too(
+async def test_answers_without_room_in_a_lower_quota_are_deleted_from_disk_too(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Otherwise they would come back at every start, and a rollback would not delete them."""
@@ -96,7 +96,7 @@ async def test_answers_that_a_lower_quota_has_no_room_for_leave_the_disk_too(
 
 
 @pytest.mark.parametrize("events", [True, False])
-async def test_a_bucket_at_rest_is_indexed_soon_after_an_update(
+async def test_an_idle_bucket_is_indexed_soon_after_an_update(
     autojump_clock: trio.testing.MockClock, events: bool
 ) -> None:
     looks: list[str] = []
@@ -117,7 +117,7 @@ async def test_a_bucket_at_rest_is_indexed_soon_after_an_update(
             await trio.sleep(2.0)
             assert partition.eviction.indexed_seq == partition.high_seq == index
         if events:
-            # Each is left alone but for its updates, and a look now and then.
+            # Maintenance runs after an update, and otherwise once each `REST_S`.
             looks.clear()
             await trio.sleep(10 * REST_S)
             partition.mutate(batch_of(batch(9, 1)), now=0.0)
@@ -136,10 +136,10 @@ async def test_more_partitions_than_allowed_are_refused() -> None:
         await client.create_bucket("b", 2)
 
 
-async def test_the_memory_of_a_deleted_bucket_is_free_soon(
+async def test_the_memory_of_a_deleted_bucket_is_freed_soon(
     autojump_clock: trio.testing.MockClock,
 ) -> None:
-    gc.disable()  # it would be found by chance
+    gc.disable()  # otherwise the collector might free the bucket by chance
     try:
         async with running_server(ServerConfig(listen="127.0.0.1:0"), SimulatedStore()) as server:
             await server.catalog.create_bucket("short-lived", 2, 64 * MIB)
@@ -155,7 +155,7 @@ async def test_the_memory_of_a_deleted_bucket_is_free_soon(
         gc.enable()
 
 
-async def test_a_bucket_that_is_made_again_has_other_histories(
+async def test_a_bucket_that_is_created_again_has_other_histories(
     autojump_clock: trio.testing.MockClock,
 ) -> None:
     histories: list[int] = []
@@ -183,7 +183,7 @@ async def test_a_bucket_whose_files_cannot_be_deleted_is_refused_and_can_be_dele
     async with running_server(config, SimulatedStore(directory)) as server:
         with monkeypatch.context() as patch:
             patch.setattr(directory, "delete", fail)
-            # The second attempt is that of a bucket that is not served any more.
+            # At the second attempt the bucket is not served any more.
             for _ in range(2):
                 with pytest.raises(DataDirectoryError):
                     await server.catalog.delete_bucket("b")
@@ -194,7 +194,7 @@ async def test_a_bucket_whose_files_cannot_be_deleted_is_refused_and_can_be_dele
         await server.catalog.create_bucket("b", 1, 64 * MIB)
 
 
-async def test_an_expired_item_becomes_a_deletion_without_being_asked_for(
+async def test_an_expired_item_is_deleted_without_a_request(
     autojump_clock: trio.testing.MockClock,
 ) -> None:
     system = System(time=trio.current_time)
@@ -210,14 +210,14 @@ async def test_an_expired_item_becomes_a_deletion_without_being_asked_for(
 
 
 def names_of_buckets() -> list[str]:
-    """All that are in memory."""
+    """The names of all buckets in memory."""
     return [bucket.name for bucket in gc.get_objects() if isinstance(bucket, Bucket)]
 
 
 async def test_expired_items_of_a_pending_partition_cost_no_processor_time(
     autojump_clock: trio.testing.MockClock,
 ) -> None:
-    """A node that hands over still knows when its items expire, and is not to delete them."""
+    """A node that hands a partition over knows when items expire, but must not delete them."""
     config = ServerConfig(listen="127.0.0.1:0", buckets=(BucketConfig("b", 1),))
     ahead_s = 0.0
     system = System(time=lambda: time.time() + ahead_s)
@@ -240,7 +240,7 @@ async def test_expired_items_of_a_pending_partition_cost_no_processor_time(
 
 
 class StepCounter(trio.abc.Instrument):
-    """Cancels a scope after so many steps of all tasks that time must stand still."""
+    """Cancels a scope after 100,000 steps of all tasks, which means that time does not advance."""
 
     def __init__(self, scope: trio.CancelScope) -> None:
         self._scope = scope
@@ -261,7 +261,7 @@ class StepCounter(trio.abc.Instrument):
         ("10.0.0.1:12000", "b", 3, "with 3 partitions, not 2"),
     ],
 )
-async def test_a_partition_map_that_cannot_be_used_keeps_no_other_bucket_from_being_served(
+async def test_other_buckets_are_served_though_a_partition_map_cannot_be_used(
     address: str, bucket: str, partition_count: int, reason: str
 ) -> None:
     directory = SimulatedDirectory()

@@ -1,4 +1,4 @@
-"""Rights on some keys of a bucket, and rights by a role: what they allow, and when they end."""
+"""Rights on some keys of a bucket and rights through a role: what they allow, and when they end."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ BUNDLES: Final = st.lists(KEYS, min_size=1, max_size=6)
 
 
 def refusal_of(access: Access, message: Get | Mutate) -> str:
-    """What is said of a message that is refused; empty if it is not."""
+    """The sentence with which a message is refused; empty if it is allowed."""
     try:
         access.check_message(message)
         if isinstance(message, Get):
@@ -78,7 +78,7 @@ def refusal_of(access: Access, message: Get | Mutate) -> str:
 
 
 @given(GRANTS, BUNDLES, st.booleans())
-def test_a_get_is_allowed_if_each_of_its_keys_is(
+def test_a_get_is_allowed_if_each_of_its_keys_is_allowed(
     grants: tuple[Grant, ...], keys: list[bytes], by_role: bool
 ) -> None:
     access = access_of(*grants, bucket="ab", by_role=by_role)
@@ -87,10 +87,10 @@ def test_a_get_is_allowed_if_each_of_its_keys_is(
 
 
 @given(GRANTS, BUNDLES, st.booleans())
-def test_a_bundle_is_allowed_if_each_of_its_keys_is(
+def test_a_bundle_is_allowed_if_each_of_its_keys_is_allowed(
     grants: tuple[Grant, ...], keys: list[bytes], by_role: bool
 ) -> None:
-    """Design documents need `index`, whatever else there is."""
+    """Design documents need the right `index`, whatever the other keys are."""
     access = access_of(*grants, bucket="ab", by_role=by_role)
     may_index = allows_all(grants, Right.INDEX, "ab")
     expected = all(
@@ -111,7 +111,7 @@ def test_a_refusal_names_the_first_key_that_is_not_allowed() -> None:
     assert "Mutate needs the right index on key '_design/a'" in refusal_of(access, mutate)
 
 
-def test_the_audit_log_has_no_key_of_what_is_refused() -> None:
+def test_the_audit_log_has_no_key_of_a_refused_request() -> None:
     log = AuditNotes()
     access = access_of(Grant(Right.READ, OWN, b"a/"))
     access._audit_log = log
@@ -140,7 +140,7 @@ def test_the_audit_log_has_changes_of_roles() -> None:
 
 
 async def written(peer: Peer, operation: Operation, *keys: bytes) -> bool:
-    """Whether these operations were taken in; if not, they are refused as a whole."""
+    """Whether these operations were applied. Otherwise they were refused as a whole."""
     value = b"1"
     if operation in (Operation.INCREMENT, Operation.DECREMENT):
         value = CounterDelta(1, 0, True).encode()
@@ -159,7 +159,7 @@ def high_seq(server: Server) -> int:
 
 
 @pytest.mark.parametrize("operation", [Operation(value) for value in PUBLISHED_OPERATIONS])
-async def test_every_operation_looks_at_its_keys(operation: Operation) -> None:
+async def test_the_keys_of_every_operation_are_checked(operation: Operation) -> None:
     async with logged_in(WRITE_A) as (server, peer):
         await peer.open()
         for key in OUTSIDE:
@@ -170,7 +170,7 @@ async def test_every_operation_looks_at_its_keys(operation: Operation) -> None:
         assert await written(peer, operation, *INSIDE)
 
 
-async def test_single_sets_that_come_together_are_looked_at() -> None:
+async def test_the_keys_of_single_sets_that_arrive_together_are_checked() -> None:
     async with logged_in(WRITE_A) as (server, peer):
         await peer.open()
         keys = (b"a/1", b"b", b"a/2", b"_design/a", b"a/3")
@@ -187,7 +187,7 @@ async def test_single_sets_that_come_together_are_looked_at() -> None:
         assert high_seq(server) == 3
 
 
-async def test_a_reader_of_some_keys_reads_those_and_nothing_else() -> None:
+async def test_a_user_with_a_right_on_some_keys_reads_only_those() -> None:
     async with logged_in(READ_A, Grant(Right.WRITE, "b"), Grant(Right.INDEX, "b")) as (_, peer):
         await peer.open()
         assert await written(peer, Operation.SET, *INSIDE, *OUTSIDE)
@@ -211,10 +211,10 @@ async def test_a_reader_of_some_keys_reads_those_and_nothing_else() -> None:
     st.lists(st.sampled_from([*INSIDE, *INSIDE, *OUTSIDE]), min_size=1, max_size=4),
     st.lists(st.tuples(st.integers(0, 255), st.integers(0, 255)), max_size=4),
 )
-def test_bytes_of_a_bundle_change_no_other_key(
+def test_a_damaged_bundle_changes_no_key_that_is_not_allowed(
     keys: list[bytes], damage: list[tuple[int, int]]
 ) -> None:
-    """Whatever its offsets say: what is looked at is what is applied."""
+    """Whatever the offsets of a bundle are, the server applies the keys that it has checked."""
     stored = trio.run(_stored, keys, damage)
     assert all(key.startswith(b"a/") for key in stored), stored
     if not damage:
@@ -234,7 +234,7 @@ async def _stored(keys: list[bytes], damage: list[tuple[int, int]]) -> set[bytes
         return {key for key, *_ in server.catalog.bucket("b").partitions[0].table}
 
 
-async def test_a_publisher_is_told_which_key_is_not_allowed() -> None:
+async def test_the_error_of_a_publisher_names_the_key_that_is_not_allowed() -> None:
     users = USERS.with_user(User("eve", VERIFIER, (WRITE_A,)))
     async with server_with_users(users) as server:
         address = address_of(server, Credentials("eve", "pencil"))
@@ -266,10 +266,10 @@ async def result_of(peer: Peer, request: Mutate) -> MutateReply:
 
 
 @pytest.mark.parametrize("joined", [False, True])
-async def test_a_user_does_not_speak_as_the_writer_of_another_user(joined: bool) -> None:
+async def test_a_user_cannot_use_the_writer_id_of_another_user(joined: bool) -> None:
     """A writer's ID may be known: that of a named write in Spark is a hash of the name. A client
-    that could use it would get what was answered to others, and have their batches taken for
-    repeated."""
+    that could use it would receive answers to others, and the server would take their batches for
+    repeated ones."""
     rights = (Grant(Right.WRITE, "b"), Grant(Right.INDEX, "b"))
     server = make_server()
     async with connected(server) as peer, connected(server) as second_peer:
@@ -284,26 +284,26 @@ async def test_a_user_does_not_speak_as_the_writer_of_another_user(joined: bool)
         await second_peer.open()
         first = await result_of(peer, batch(peer, 1, b"k1", b"k2", joined=joined))
         assert (first.runs[0].first_seq, first.runs[0].last_seq) == (1, 2)
-        # Neither what was answered to bob, nor a place in his order.
+        # Eve receives no answer to bob, and has an order of her own.
         for counter, expected in ((1, 3), (2, 4), (3, 5)):
             answer = await result_of(second_peer, batch(second_peer, counter, b"a/1", attempt=7))
             assert answer.runs[0].status == Status.OK
             assert answer.runs[0].first_seq == expected
             assert answer.counters == ((0, counter - 1),)
-        # Bob's batches are his own, repeated or not.
+        # Bob's batches are still recognised, and new ones are applied.
         again = await result_of(peer, batch(peer, 1, b"k1", b"k2", joined=joined))
         assert (again.runs, again.counters) == (first.runs, first.counters)
         second = await result_of(peer, batch(peer, 2, b"k1", joined=joined))
         assert second.runs[0].first_seq == 6
 
 
-async def test_what_a_task_sends_behind_a_run_that_is_not_allowed_is_not_applied() -> None:
-    """Its next attempt may have the right. It would take the run that was not applied for one that
-    was forgotten."""
+async def test_runs_of_a_task_behind_a_run_that_is_not_allowed_are_not_applied() -> None:
+    """The next attempt of the task may have the right. Otherwise it would take the refused run for
+    one that was applied and forgotten."""
     async with logged_in(WRITE_A) as (server, peer):
         await peer.open()
         statuses = []
-        # The last two as a client sends again what was refused for a reason that may pass.
+        # A client sends the last two again, because they were refused for a temporary reason.
         keys = {1: b"a/1", 2: b"b/1", 3: b"a/1", 4: b"a/1"}
         for counter, key in [*keys.items(), (3, b"a/1"), (4, b"a/1")]:
             await peer.send(batch(peer, counter, key, attempt=1, joined=True))
@@ -320,20 +320,20 @@ async def test_what_a_task_sends_behind_a_run_that_is_not_allowed_is_not_applied
         assert high_seq(server) == 4
 
 
-async def test_single_sets_and_bundles_are_of_one_writer() -> None:
+async def test_single_sets_and_bundles_with_the_same_id_have_the_same_writer() -> None:
     rights = (Grant(Right.WRITE, "b"), Grant(Right.INDEX, "b"))
     async with logged_in(*rights) as (server, peer):
         await peer.open()
         await peer.send(*(batch(peer, counter, b"k", joined=True) for counter in (1, 2, 3)))
         answers = [await peer.receive(MutateReply) for _ in range(3)]
-        # The same batches, one of them in a frame that is not joined with others.
+        # The same batch again, in a frame that is not joined with others.
         for counter, answer in ((3, answers[2]), (3, answers[2])):
             again = await result_of(peer, batch(peer, counter, b"k", b"k", joined=True))
             assert again.runs == answer.runs
         assert high_seq(server) == 3
 
 
-async def test_a_right_on_some_keys_that_is_taken_away() -> None:
+async def test_a_revoked_right_on_some_keys_ends_at_once() -> None:
     async with logged_in(READ_A, WRITE_A) as (server, peer):
         await peer.open()
         assert await written(peer, Operation.SET, b"a/1")
@@ -354,25 +354,25 @@ async def streaming(peer: Peer) -> None:
     await peer.receive(PartitionStart)
 
 
-async def ends(peer: Peer) -> None:
-    """The stream ends within a second, with the reason."""
+async def check_stream_ends(peer: Peer) -> None:
+    """Checks that the stream ends within a second, with the reason."""
     began = trio.current_time()
     assert (await peer.receive(StreamEnd)).status == Status.RIGHT_REVOKED
     assert trio.current_time() - began < 1
 
 
-async def test_a_stream_ends_when_only_some_keys_are_left(
+async def test_a_stream_ends_when_its_user_may_read_only_some_keys(
     autojump_clock: trio.testing.MockClock,
 ) -> None:
     async with logged_in(READ_ALL, Grant(Right.WRITE, "b")) as (server, peer):
         await streaming(peer)
         await server.users.apply_change(lambda users: users.granting(USER, (READ_A,)))
         await revoke(server, READ_ALL)
-        await ends(peer)
+        await check_stream_ends(peer)
 
 
 @pytest.mark.parametrize("how", ["revoke", "withdraw", "remove"])
-async def test_taking_a_right_from_a_role_ends_the_streams_that_lived_by_it(
+async def test_revoking_a_right_from_a_role_ends_the_streams_of_its_users(
     autojump_clock: trio.testing.MockClock, how: str
 ) -> None:
     grants = (READ_ALL, Grant(Right.WRITE, "b"))
@@ -380,7 +380,7 @@ async def test_taking_a_right_from_a_role_ends_the_streams_that_lived_by_it(
         await server.users.apply_change(lambda users: users.with_role(UserRole("editors", grants)))
         await server.users.apply_change(lambda users: users.assigning(USER, ("editors",)))
         await streaming(peer)
-        # A user who also may by another role goes on.
+        # The stream goes on while another role has the right.
         await server.users.apply_change(lambda users: users.with_role(UserRole("others", grants)))
         await server.users.apply_change(lambda users: users.assigning(USER, ("others",)))
         await server.users.apply_change(lambda users: users.without_role("others"))
@@ -394,11 +394,11 @@ async def test_taking_a_right_from_a_role_ends_the_streams_that_lived_by_it(
             await server.users.apply_change(lambda users: users.withdrawing(USER, ("editors",)))
         else:
             await server.users.apply_change(lambda users: users.without_role("editors"))
-        await ends(peer)
+        await check_stream_ends(peer)
         assert await written(peer, Operation.SET, b"k3") == (how == "revoke")
 
 
-async def test_what_a_role_is_granted_counts_at_once() -> None:
+async def test_a_right_that_is_granted_to_a_role_counts_at_once() -> None:
     async with logged_in(READ_A) as (server, peer):
         await server.users.apply_change(lambda users: users.with_role(UserRole("editors")))
         await server.users.apply_change(lambda users: users.assigning(USER, ("editors",)))
@@ -409,8 +409,8 @@ async def test_what_a_role_is_granted_counts_at_once() -> None:
         assert not await written(peer, Operation.SET, b"b")
 
 
-def test_events_tell_a_user_of_some_keys_of_no_design_document() -> None:
-    """Their names are keys. A right on the whole bucket, whichever, tells of them."""
+def test_events_name_no_design_document_to_a_user_with_rights_on_some_keys() -> None:
+    """The name of a design document is a key. A user with a right on the whole bucket sees it."""
     event = BucketEvent(OWN, 1, BucketFate.NONE, 3, (b"_design/a",))
     some_keys = access_of(Grant(Right.READ, OWN, b"a/"))
     assert some_keys.visible_part(event) == BucketEvent(OWN, 1, BucketFate.NONE, 3)
@@ -419,7 +419,7 @@ def test_events_tell_a_user_of_some_keys_of_no_design_document() -> None:
     assert access_of(Grant(Right.READ, "other", b"a/")).visible_part(event) is None
 
 
-def test_a_user_of_some_keys_may_ask_for_events() -> None:
+def test_a_user_with_rights_on_some_keys_may_ask_for_events() -> None:
     message = sample("NextEvents", OWN)
     access_of(Grant(Right.READ, OWN, b"a/")).check_uses_any(message)
     access_of(Grant(Right.READ, OWN, b"a/"), by_role=True).check_uses_any(message)

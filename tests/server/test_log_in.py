@@ -229,7 +229,7 @@ async def test_wrong_credentials_are_refused(
         assert user_names(server) in ([], [None], [None, None])
 
 
-async def test_a_publisher_and_a_consumer_do_not_go_on_trying() -> None:
+async def test_a_publisher_and_a_consumer_do_not_retry_after_a_failed_log_in() -> None:
     async with server_with_users() as server:
         address = address_of(server, Credentials("bob", "pen"))
         with pytest.raises(ServerError) as caught:

@@ -1,4 +1,4 @@
-"""A server with a certificate, and clients of both kinds."""
+"""A server with a certificate, and both kinds of clients."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ async def tls_server(certificates: Certificates, **settings: Any) -> AsyncIterat
         yield server
 
 
-async def test_all_kinds_of_clients(certificates: Certificates) -> None:
+async def test_all_kinds_of_clients_connect_over_tls(certificates: Certificates) -> None:
     async with tls_server(certificates) as server:
         assert server.url("b").startswith("uprs://")
         address = encrypted(server.url("b"), certificates.security())
@@ -74,8 +74,7 @@ async def test_all_kinds_of_clients(certificates: Certificates) -> None:
 
 
 async def test_handshakes_take_turns(certificates: Certificates) -> None:
-    """Thousands may greet in the same moment, and others would wait until all of them are
-    answered."""
+    """Otherwise other connections would wait while thousands of handshakes are answered at once."""
     async with tls_server(certificates) as server:
         turns = server.connections.resources.handshake_turns
         assert not turns._used_amount
@@ -86,11 +85,11 @@ async def test_handshakes_take_turns(certificates: Certificates) -> None:
             assert isinstance(connection._stream._turns, NetworkTurns)
 
 
-# Who is refused, and what each side is told.
+# Connections that are refused, and the errors of both sides.
 
 
 async def both_refused(address: Address) -> set[str]:
-    """What the two kinds of clients say when they cannot connect."""
+    """The errors of both kinds of clients when they cannot connect."""
 
     def block() -> str:
         with pytest.raises(TlsError) as caught, BlockingClient(address):
@@ -111,27 +110,31 @@ async def both_refused(address: Address) -> set[str]:
         ("unknown", "no authority that is trusted here has signed the server's certificate: name"),
     ],
 )
-async def test_a_server_that_does_not_prove_who_it_is(
+async def test_a_server_with_a_wrong_certificate_is_refused(
     certificates: Certificates, kind: str, sentence: str
 ) -> None:
     wrong: Certificate = getattr(certificates, kind)
     async with tls_server(certificates, **wrong.settings()) as server:
         (message,) = await both_refused(encrypted(server.url("b"), certificates.security()))
         assert f"cannot connect to {server.url('b')}: {sentence}" in message
-        # Somebody in between could be anybody; but who says so, may.
+        # A client may connect without a check of the certificate if it asks for that.
         async with connect(
             encrypted(server.url("b"), Security(TlsSettings(is_verified=False)))
         ) as client:
             await client.set("k", "v")
 
 
-async def test_without_its_authority_no_server_is_trusted(certificates: Certificates) -> None:
+async def test_a_server_is_refused_if_its_authority_is_not_trusted(
+    certificates: Certificates,
+) -> None:
     async with tls_server(certificates) as server:
         (message,) = await both_refused(Address.parse(server.url("b")))
         assert "no authority that is trusted here" in message
 
 
-async def test_a_publisher_and_a_consumer_do_not_go_on_trying(certificates: Certificates) -> None:
+async def test_a_publisher_and_a_consumer_do_not_retry_after_an_untrusted_certificate(
+    certificates: Certificates,
+) -> None:
     async with tls_server(certificates, **certificates.unknown.settings()) as server:
         address = encrypted(server.url("b"), certificates.security())
         with trio.fail_after(20):
@@ -143,7 +146,7 @@ async def test_a_publisher_and_a_consumer_do_not_go_on_trying(certificates: Cert
                     await anext(consumer)
 
 
-async def test_clients_must_show_a_certificate_where_it_is_required(
+async def test_clients_without_a_required_certificate_are_refused(
     certificates: Certificates,
 ) -> None:
     async with tls_server(certificates, tls_client_ca=str(certificates.authority.ca)) as server:
@@ -167,7 +170,7 @@ async def test_clients_must_show_a_certificate_where_it_is_required(
             assert connection._stream.link.peer_name == "alice"
 
 
-async def test_clients_may_show_a_certificate_where_it_is_optional(
+async def test_clients_may_show_an_optional_certificate(
     certificates: Certificates,
 ) -> None:
     async with tls_server(
@@ -190,7 +193,7 @@ async def test_clients_may_show_a_certificate_where_it_is_optional(
         assert "does not trust the authority" in message
 
 
-async def test_a_client_in_the_clear_and_a_server_in_the_clear(
+async def test_an_error_says_which_side_does_not_speak_tls(
     certificates: Certificates,
 ) -> None:
     async with tls_server(certificates) as server:
@@ -205,7 +208,9 @@ async def test_a_client_in_the_clear_and_a_server_in_the_clear(
         assert "the server does not speak TLS: write upr://" in message
 
 
-async def test_a_server_that_is_full_says_so(certificates: Certificates) -> None:
+async def test_a_full_server_refuses_a_connection_over_tls_with_the_reason(
+    certificates: Certificates,
+) -> None:
     async with tls_server(certificates, connections_max=1) as server:
         address = encrypted(server.url("b"), certificates.security())
         async with connect(address):
@@ -218,7 +223,7 @@ async def test_a_server_that_is_full_says_so(certificates: Certificates) -> None
 
 
 @pytest.mark.parametrize("version_min", ["1.3", "1.2"])
-async def test_a_client_of_an_older_version(
+async def test_a_client_with_tls_1_2_connects_only_if_the_server_allows_it(
     certificates: Certificates, version_min: Literal["1.3", "1.2"]
 ) -> None:
     async with tls_server(certificates, tls_version_min=version_min) as server:
@@ -233,7 +238,9 @@ async def test_a_client_of_an_older_version(
         await trio.aclose_forcefully(stream)
 
 
-async def test_a_server_of_an_older_version(certificates: Certificates) -> None:
+async def test_a_server_with_tls_1_2_is_refused_unless_the_client_allows_it(
+    certificates: Certificates,
+) -> None:
     async with tls_server(certificates, tls_version_min="1.2") as server:
         assert server.certificates is not None
         server.certificates.context.maximum_version = ssl.TLSVersion.TLSv1_2
@@ -247,7 +254,7 @@ async def test_a_server_of_an_older_version(certificates: Certificates) -> None:
 # Renewal.
 
 
-async def test_a_certificate_is_replaced_under_100_connections(
+async def test_a_certificate_is_replaced_while_100_connections_are_open(
     certificates: Certificates, tmp_path: Path
 ) -> None:
     authority = Authority(tmp_path)
@@ -269,7 +276,7 @@ async def test_a_certificate_is_replaced_under_100_connections(
         assert after == ssl.PEM_cert_to_DER_cert(renewed.cert.read_text())
         for number, client in enumerate(clients):
             await client.set(f"k{number}", "v")
-        # Files that are of no use change nothing.
+        # Unusable files are ignored.
         first_certificate.cert.write_text("nonsense")
         server.certificates.reload()
         assert await shown_certificate(server, authority) == after
@@ -277,7 +284,7 @@ async def test_a_certificate_is_replaced_under_100_connections(
 
 
 async def shown_certificate(server: Server, authority: Authority) -> bytes:
-    """The certificate that a new connection gets to see."""
+    """The certificate that a new connection receives."""
     context = ssl.create_default_context(cafile=authority.ca)
     stream = await trio.open_ssl_over_tcp_stream("127.0.0.1", server.port, ssl_context=context)
     await stream.do_handshake()

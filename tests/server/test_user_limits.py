@@ -1,4 +1,4 @@
-"""What a user may have of a node at a time, on a network in memory, on a mock clock."""
+"""The limits of a user at a node, on a network in memory and with a mock clock."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def keys(count: int) -> list[bytes]:
 
 
 async def publish(user: str, nbytes: int) -> float:
-    """Publishes so many bytes, and says how long that took."""
+    """Publishes `nbytes` bytes, and returns how many seconds that took."""
     began = trio.current_time()
     async with publisher(address(user)) as sink:
         for key in keys(nbytes // len(VALUE)):
@@ -74,7 +74,7 @@ async def publish(user: str, nbytes: int) -> float:
 
 
 async def read(user: str, **options: Any) -> float:
-    """Reads the bucket to its end, if there is one, and says how long that took."""
+    """Reads the bucket, to its end if `options` has one, and returns how many seconds that took."""
     began = trio.current_time()
     async with consume(address(user), **options) as consumer:
         async for _ in consumer:
@@ -82,7 +82,7 @@ async def read(user: str, **options: Any) -> float:
     return trio.current_time() - began
 
 
-async def test_more_connections_are_refused_by_name(
+async def test_connections_over_the_limit_are_refused_with_the_users_name(
     network: MemoryNetwork, autojump_clock: MockClock
 ) -> None:
     async with server_with(connections=2) as server, AsyncExitStack() as stack:
@@ -101,10 +101,10 @@ async def test_more_connections_are_refused_by_name(
             await client.set("k", "v")
 
 
-async def test_more_streams_are_refused_by_name(
+async def test_streams_over_the_limit_are_refused_with_the_users_name(
     network: MemoryNetwork, autojump_clock: MockClock
 ) -> None:
-    # As many as there may be, at a time, and no more.
+    # A consumer opens streams until the limit is reached.
     async with server_with(streams=PARTITIONS) as server, trio.open_nursery() as nursery:
         nursery.start_soon(read, "bob")
         await trio.sleep(1)
@@ -124,7 +124,7 @@ async def test_more_streams_are_refused_by_name(
             nursery.cancel_scope.cancel()
 
 
-async def test_more_leases_are_refused_by_name_until_others_lapse(
+async def test_leases_over_the_limit_are_refused_until_others_lapse(
     network: MemoryNetwork, autojump_clock: MockClock
 ) -> None:
     async with server_with(leases=2) as server, connect(address("bob")) as client:
@@ -138,7 +138,7 @@ async def test_more_leases_are_refused_by_name_until_others_lapse(
 
         await acquire(1)
         await acquire(2)
-        # The first answer may have been lost.
+        # A client asks again for a lease if the first answer was lost.
         await acquire(2)
         with pytest.raises(ServerError, match="user bob has 2 leases") as caught:
             await acquire(3)
@@ -149,16 +149,16 @@ async def test_more_leases_are_refused_by_name_until_others_lapse(
             await acquire(4)
         seconds = 61.0
         await acquire(4)
-        # One that has lapsed counts again when it is renewed.
+        # A lapsed lease counts again when it is renewed.
         await client.renew_lease(2, time_to_live_s=60)
         with pytest.raises(ServerError, match="user bob has 2 leases"):
             await client.renew_lease(3, time_to_live_s=60)
 
 
-async def test_leases_count_by_bucket_and_from_the_servers_start(
+async def test_leases_count_from_before_the_limit_and_in_each_bucket(
     network: MemoryNetwork, autojump_clock: MockClock
 ) -> None:
-    """Also those from before there was a limit. Each bucket may have a lease of the same ID."""
+    """Leases from before the limit count, too. Each bucket may have a lease of the same ID."""
     async with server_with() as server, connect(address("bob")) as client:
         await client.acquire_lease(
             [(PartitionId(0), SeqNo(0), SeqNo(0))], time_to_live_s=60, owner="bob", lease_id=1
@@ -177,7 +177,7 @@ async def test_leases_count_by_bucket_and_from_the_servers_start(
             pass
 
 
-async def test_a_lease_counts_if_its_asker_leaves_while_it_is_written(
+async def test_a_lease_counts_though_its_client_leaves_while_it_is_written(
     network: MemoryNetwork, autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with server_with(leases=1) as server:
@@ -207,10 +207,10 @@ async def test_a_lease_counts_if_its_asker_leaves_while_it_is_written(
             pass
 
 
-async def test_leases_whose_ids_are_not_known_count_one_by_one(
+async def test_leases_without_a_known_id_are_counted_one_by_one(
     network: MemoryNetwork, autojump_clock: MockClock
 ) -> None:
-    """The IDs were to be drawn, and those who asked left before they heard of them."""
+    """The server was to draw the IDs, and the clients left before they received them."""
     async with server_with(leases=2) as server, connect(address("bob")):
         (connection,) = server.connections.connections
         usage = connection.context.log_in.usage
@@ -235,7 +235,7 @@ def usage_of_bob(server: Server) -> UserUsage:
     return server.connections.resources.log_ins.usages.usage_of("bob")
 
 
-async def test_leases_of_a_deleted_bucket_count_no_more(
+async def test_leases_of_a_deleted_bucket_no_longer_count(
     network: MemoryNetwork, autojump_clock: MockClock
 ) -> None:
     async with server_with(leases=3) as server, connect(address("bob")) as client:
@@ -254,10 +254,10 @@ async def test_leases_of_a_deleted_bucket_count_no_more(
                 await acquire_lease(later, 3)
 
 
-async def test_a_lease_that_another_user_releases_counts_no_more(
+async def test_a_lease_that_another_user_releases_no_longer_counts(
     network: MemoryNetwork, autojump_clock: MockClock
 ) -> None:
-    """It counted until it would have lapsed, which may take a day."""
+    """Otherwise it would count until it lapses, which may take a day."""
     async with (
         server_with(leases=1),
         connect(address("bob")) as client,
@@ -309,14 +309,14 @@ async def test_connections_of_a_removed_user_end_though_its_answers_are_delayed(
         assert not server.connections.connections
 
 
-async def test_a_client_whose_answers_are_delayed_hears_that_the_server_is_alive(
+async def test_a_client_whose_answers_are_delayed_does_not_lose_its_connection(
     network: MemoryNetwork, autojump_clock: MockClock
 ) -> None:
-    """A client takes a server for dead that says nothing for 40 seconds."""
+    """A client treats a server as dead if it sends nothing for 40 seconds."""
     async with server_with(bytes_out=MIB) as server, connect(address("bob")) as client:
         (connection,) = server.connections.connections
         usage_of_bob(server).pause_after_writing(60 * MIB, trio.current_time())
-        # What comes after this answer waits.
+        # The answers after this one are delayed.
         await client.set("k", "v")
         began = trio.current_time()
         await client.set("k", "v")
@@ -324,7 +324,7 @@ async def test_a_client_whose_answers_are_delayed_hears_that_the_server_is_alive
         assert list(server.connections.connections) == [connection]
 
 
-async def test_the_servers_own_pause_does_not_count_as_the_peers(
+async def test_the_servers_own_pause_does_not_count_against_a_frame(
     autojump_clock: MockClock,
 ) -> None:
     frame = UnfinishedFrame(FrameBudget(), "address", lambda _reason: None)
@@ -339,7 +339,7 @@ async def test_the_servers_own_pause_does_not_count_as_the_peers(
 async def test_a_user_who_writes_more_than_its_limit_waits_and_others_do_not(
     network: MemoryNetwork, autojump_clock: MockClock, publishers: int
 ) -> None:
-    """Also with several connections. Another user's requests are answered at once meanwhile."""
+    """The user may have several connections. Other users' requests are answered at once."""
     nbytes = 8 * MIB
     async with server_with(bytes_in=MIB), connect(address("eve")) as client:
         took: list[float] = []
@@ -388,7 +388,7 @@ async def test_a_change_of_limits_counts_at_once(
             pass
 
 
-def test_bytes_of_a_second() -> None:
+def test_a_user_waits_for_bytes_over_its_limit_a_second() -> None:
     rate = ByteRate()
     assert rate.pause_s(10**12, 0, 0.0) == 0
     # A burst, and then the limit.
@@ -396,11 +396,11 @@ def test_bytes_of_a_second() -> None:
     assert rate.pause_s(MIB, MIB, 100.0) == 1
     assert rate.pause_s(MIB, MIB, 101.0) == 1
     assert rate.pause_s(0, MIB, 200.0) == 0
-    # Nobody waits for ever.
+    # The pause is bounded.
     assert rate.pause_s(10**12, MIB, 200.0) == DEBT_MAX_S
 
 
-def test_limits_that_cannot_be() -> None:
+def test_invalid_limits_are_refused() -> None:
     for limits, sentence in (
         (Limits(connections=-1), "a limit is 0 to"),
         (Limits(bytes_in=BYTES_A_SECOND_MIN - 1), "at least 1,048,576 a second"),

@@ -50,7 +50,7 @@ class FullStore(SimulatedStore):
 
 
 class LateAnswers(SimulatedStore):
-    """A store in another process: a call is carried out, and its answer comes later."""
+    """A store like one in another process: it carries out a call at once, and answers later."""
 
     async def execute(self, call: StoreCall[Any]) -> Any:
         answer = await super().execute(call)
@@ -76,10 +76,10 @@ async def store_with_admin(directory: SimulatedDirectory | None = None) -> UserS
     return store
 
 
-async def test_a_change_whose_asker_leaves_is_made_to_its_end(
+async def test_a_change_is_completed_though_its_caller_was_cancelled(
     autojump_clock: trio.testing.MockClock,
 ) -> None:
-    """In memory as on the disk, and what has to end ends."""
+    """Memory and disk have the change, and all its steps are done."""
     directory = SimulatedDirectory()
     store = UserStore(LateAnswers(directory))
     steps: list[int] = []
@@ -122,7 +122,7 @@ async def test_a_server_does_not_start_with_damaged_users() -> None:
         await UserStore(SimulatedStore(directory)).load()
 
 
-async def test_changes_at_the_same_moment_are_all_made() -> None:
+async def test_all_changes_at_the_same_moment_are_applied() -> None:
     store = await store_with_admin()
     async with trio.open_nursery() as nursery:
         for name in ("bob", "eve", "joe"):
@@ -147,7 +147,7 @@ async def test_a_change_that_is_refused_or_not_stored_changes_nothing() -> None:
     assert changes == [store.users]
 
 
-async def test_a_change_is_made_though_its_author_left() -> None:
+async def test_a_change_is_stored_though_its_caller_was_cancelled() -> None:
     directory = SimulatedDirectory()
     store = await store_with_admin(directory)
     async with trio.open_nursery() as nursery:
@@ -159,7 +159,7 @@ async def test_a_change_is_made_though_its_author_left() -> None:
     assert restarted.users == store.users
 
 
-async def test_each_change_is_told() -> None:
+async def test_the_callback_is_called_after_each_change() -> None:
     store = await store_with_admin()
     changes: list[Users] = []
     store.call_on_change(noting(store, changes))
@@ -168,7 +168,7 @@ async def test_each_change_is_told() -> None:
     assert [users.revision for users in changes] == [2, 3]
 
 
-async def test_the_higher_revision_counts() -> None:
+async def test_users_of_a_higher_revision_are_adopted() -> None:
     store = await store_with_admin()
     newer = store.users.with_user(User("bob"))
     assert await store.adopt_users(newer)
@@ -187,11 +187,11 @@ async def test_nodes_choose_the_same_of_two_changes_at_the_same_moment() -> None
     assert first.users == second.users
 
 
-async def test_the_disk_keeps_users_from_others(tmp_path: Path) -> None:
+async def test_other_users_of_the_machine_cannot_read_the_file(tmp_path: Path) -> None:
     path = tmp_path / "data" / "users"
     async with open_store(tmp_path / "data") as store:
         assert await store.ask(LoadUsers()) == b""
-        # As a crash left it, and readable.
+        # A crash may leave this file, which others may read.
         path.with_name(".users").write_bytes(b"half")
         await store.ask(SaveUsers(b"{} \0\xff"))
         assert await store.ask(LoadUsers()) == b"{} \0\xff"
@@ -199,7 +199,7 @@ async def test_the_disk_keeps_users_from_others(tmp_path: Path) -> None:
     assert UsersFile(tmp_path / "data").load() == b"{} \0\xff"
 
 
-def test_a_file_that_was_deleted_opens_nothing(tmp_path: Path) -> None:
+def test_a_deleted_file_of_users_is_an_error(tmp_path: Path) -> None:
     file = UsersFile(tmp_path)
     file.save(b"{}")
     (tmp_path / "users").unlink()
@@ -207,7 +207,7 @@ def test_a_file_that_was_deleted_opens_nothing(tmp_path: Path) -> None:
         DataDirectoryError, match="users was deleted, or `upr-server init` did not finish"
     ):
         file.load()
-    # A directory that is older than the mark gets one when it is read.
+    # A data directory from before there was `had-users` gets one when it is read.
     file.save(b"{}")
     (tmp_path / "had-users").unlink()
     assert file.load() == b"{}"
@@ -234,7 +234,7 @@ def test_a_file_that_others_may_read_is_refused(tmp_path: Path) -> None:
         file.load()
 
 
-def test_a_file_that_is_no_file_is_refused(tmp_path: Path) -> None:
+def test_a_directory_in_place_of_the_file_is_refused(tmp_path: Path) -> None:
     (tmp_path / "users").mkdir()
     file = UsersFile(tmp_path)
     with pytest.raises(DataDirectoryError, match="cannot be read"):
@@ -252,21 +252,21 @@ def test_damage_is_noticed(tmp_path: Path, flipped: int) -> None:
     (tmp_path / "users").write_bytes(data)
     with pytest.raises(CorruptionError, match="users is damaged; copy it from a backup"):
         file.load()
-    # What the sentence says helps.
+    # The user does what the sentence says.
     (tmp_path / "users").rename(tmp_path / "users.damaged")
     assert file.is_missing()
     file.save(b"{}")
     assert file.load() == b"{}"
 
 
-async def test_the_first_change_draws_a_secret_that_stays() -> None:
+async def test_the_first_change_draws_a_secret_that_later_changes_keep() -> None:
     store = UserStore(SimulatedStore())
     first = await store.apply_change(lambda users: users.with_user(ADMIN))
     second = await store.apply_change(lambda users: users.with_user(User("bob")))
     assert len(first.secret) == 32
     assert second.secret == first.secret
     assert Users.from_json(second.to_json()) == second
-    # Logs and listings do not tell it.
+    # Logs and listings do not show the secret.
     assert str(first.secret) not in repr(second)
     assert "secret" not in second.listing().to_json()
     assert (
@@ -274,7 +274,7 @@ async def test_the_first_change_draws_a_secret_that_stays() -> None:
     ) != first
 
 
-async def test_rights_are_kept_until_the_users_change() -> None:
+async def test_rights_are_cached_until_the_users_change() -> None:
     store = await store_with_admin()
     await store.apply_change(adding("bob"))
     right = Grant(Right.READ, "b")
@@ -294,7 +294,7 @@ async def test_rights_are_kept_until_the_users_change() -> None:
 
 
 @given(GRANTS, st.lists(GRANTS, max_size=3))
-def test_the_rights_that_are_kept_are_those_of_the_users(
+def test_cached_rights_equal_the_rights_of_the_users(
     own: tuple[Grant, ...], of_roles: list[tuple[Grant, ...]]
 ) -> None:
     store = UserStore(SimulatedStore())
@@ -304,8 +304,8 @@ def test_the_rights_that_are_kept_are_those_of_the_users(
             assert store.rights_of("bob", bucket) == store.users.rights_of("bob", bucket)
 
 
-async def test_rights_that_differ_take_bounded_memory() -> None:
-    """A user with rights by many patterns may ask for buckets with any of them."""
+async def test_cached_rights_take_bounded_memory() -> None:
+    """A user with rights on many patterns may ask for buckets that match any of them."""
     store = await store_with_admin()
     letters = "abcdefghijklmn"
     grants = tuple(Grant(Right.READ, f"*{letter}*", letter.encode()) for letter in letters)
@@ -318,17 +318,17 @@ async def test_rights_that_differ_take_bounded_memory() -> None:
     assert len(store._equal_rights) <= len(store._rights) < RIGHTS_MAX
 
 
-async def test_others_have_their_turn_between_the_steps_of_a_change() -> None:
+async def test_other_tasks_run_between_the_steps_of_a_change() -> None:
     store = await store_with_admin()
     turns: list[str] = []
 
     def steps() -> Iterator[None]:
-        for _ in range(3):
+        for _ in range(10):
             turns.append("step")
             yield
 
     async def beside() -> None:
-        while turns.count("step") < 3:
+        while turns.count("step") < 10:
             turns.append("beside")
             await trio.lowlevel.checkpoint()
 
@@ -336,10 +336,11 @@ async def test_others_have_their_turn_between_the_steps_of_a_change() -> None:
     async with trio.open_nursery() as nursery:
         nursery.start_soon(beside)
         await store.apply_change(adding("bob"))
-    assert "step step" not in " ".join(turns)
+    # Of tasks that can run at the same time, Trio runs each once, in any order.
+    assert "step step step" not in " ".join(turns)
 
 
-async def test_rights_by_a_role_are_kept_until_the_users_change() -> None:
+async def test_rights_through_a_role_are_cached_until_the_users_change() -> None:
     store = await store_with_admin()
     await store.apply_change(adding("bob"))
     await store.apply_change(lambda users: users.with_role(UserRole("readers")))
@@ -356,7 +357,9 @@ async def test_rights_by_a_role_are_kept_until_the_users_change() -> None:
 
 
 @pytest.mark.parametrize("target", ["missing", "users"])
-def test_a_link_to_no_file_is_not_a_missing_file(tmp_path: Path, target: str) -> None:
+def test_a_broken_link_is_refused_and_not_taken_for_a_missing_file(
+    tmp_path: Path, target: str
+) -> None:
     file = UsersFile(tmp_path)
     assert file.load() == b""
     (tmp_path / "users").symlink_to(tmp_path / target)
