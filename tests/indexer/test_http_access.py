@@ -62,7 +62,6 @@ PATHS: Final = {
     "{index:int}": "0",
     "{design:path}": "new",
 }
-STRANGER: Final = ""
 OF_SOME_KEYS: Final = "of some keys"
 OWN, OTHER = "b", "other"
 
