@@ -6,7 +6,7 @@ It is the client library that publishes, as it does for everybody.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from contextlib import AsyncExitStack
 from functools import partial
 from itertools import cycle, islice
@@ -18,30 +18,17 @@ from benchmarks.kit.commands import Commands
 from benchmarks.kit.stamps import stamped
 from benchmarks.kit.work import PREPARED_MUTATIONS, Batch, distinct_batches, drawn_batches
 from upr_protocol.client import Publisher, publisher
-from upr_protocol.client.core.batcher import BUNDLE_MUTATIONS
+from upr_protocol.client.core.batcher import next_bundle
 from upr_protocol.ids import Durability
 
 
 async def _publish(target: Publisher, batches: Iterable[Batch]) -> None:
     """Publishes `batches` and waits for every answer."""
-    for group in _bundles(batches):
-        target.publish_nowait(group)
+    source = iter(batches)
+    while bundle := next_bundle(source):
+        target.publish_nowait(bundle)
         await target.wait_for_room()
     await target.flush()
-
-
-def _bundles(batches: Iterable[Batch]) -> Iterator[list[Batch]]:
-    """The batches in groups, each of as many as the library sends in one bundle."""
-    group, rows = list[Batch](), 0
-    for batch in batches:
-        count = batch[1].count
-        if group and rows + count > BUNDLE_MUTATIONS:
-            yield group
-            group, rows = [], 0
-        group.append(batch)
-        rows += count
-    if group:
-        yield group
 
 
 async def _publish_paced(

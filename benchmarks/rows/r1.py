@@ -103,7 +103,7 @@ def replicate(active: UprServer, replica: UprServer) -> None:
     trio.run(give)
 
 
-def held(active: UprServer, client: Worker, rate: float) -> tuple[float, float]:
+def reached_rate(active: UprServer, client: Worker, rate: float) -> tuple[float, float]:
     """The rate that was reached, and the longest lag."""
     with watched(active.url) as lag:
         answer = client.ask(mutations=int(rate * SECONDS), rate=rate)
@@ -135,7 +135,7 @@ def measure(runs: int, say: Callable[[str], None]) -> list[Figure]:
             reached, lag = 0.0, 0.0
             for fraction in FRACTIONS:
                 active.lap(), replica.lap()
-                reached, lag = held(active, client, fraction * alone[-1])
+                reached, lag = reached_rate(active, client, fraction * alone[-1])
                 say(f"  {fraction:.0%}: {reached:,.0f} mutations/s, lag {lag:.2f} s")
                 if lag < LAG_MAX_S:
                     break

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import faulthandler
 import os
 import platform
@@ -93,7 +92,7 @@ def serve_command(config_path: Path | None, **options: Any) -> None:
         # Later it is a fault of ours, and keeps its traceback.
         if is_listening:
             raise
-        say(f"cannot start: {_start_failure(first_failure(errors))}")
+        say(f"cannot start: {first_failure(errors)}; look at `ulimit -a`")
         sys.exit(EXIT_FAILED)
     if loss:
         say(f"{loss}; data that was only in memory is lost; the log says how much")
@@ -106,17 +105,6 @@ def config_command(config_path: Path | None, **options: Any) -> None:
     """Print the settings that `serve` would use, as a TOML file, and which kernel it would run."""
     settings = _loaded_config(config_path, **options).to_toml()
     print_text(f"# kernel: {upr_kernel.BUILD}\n{settings}", nl=False)
-
-
-def _start_failure(error: BaseException) -> str:
-    """What the system refused at the start, and what to do."""
-    if isinstance(error, OSError) and error.errno == errno.EFBIG:
-        # The memory that it shares with the processes that read counts as a file.
-        return (
-            "the system lets the server have no file of 512 MiB, which it needs for reading; raise "
-            "the limit of a file's size (`ulimit -f unlimited`)"
-        )
-    return f"{error}; look at `ulimit -a`"
 
 
 def _loaded_config(config_path: Path | None, **options: Any) -> ServerConfig:

@@ -61,10 +61,11 @@ class ReplicaRollback:
         What was received is on disk: the consumer saves that it is about to roll back, and
         `Replicator.write_logs` writes data first. Once it has begun, it cannot be cancelled.
 
-        The copy may then lack what this node acknowledged, if the ceiling is 0: of a history that
-        both have, the source may have forgotten deletions. Or if the source is a replica, which may
-        not have heard of the newest history. An active node's ceiling above 0 needs no mark: the
-        map's promotion point is not below it, and a failover chooses no copy that ends before that.
+        The copy is marked as incomplete in two cases, as it may lack what this node acknowledged.
+        If the ceiling is 0, the source may have forgotten deletions of a history that both have. If
+        the source is a replica, it may not have heard of the newest history. An active node's
+        ceiling above 0 needs no mark: the map's promotion point is not below it, and a failover
+        chooses no copy that ends before that.
 
         Returns:
             That end; 0 when the disk knows none.

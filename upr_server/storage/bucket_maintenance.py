@@ -74,7 +74,7 @@ class MaintenanceStep(msgspec.Struct, frozen=True):
     """What one step of a bucket's maintenance did.
 
     Attributes:
-        partition: The partition that it worked on; -1 when there was nothing to do. A step of
+        partition: The partition that it worked on; None if there was nothing to do. A step of
             indexing works on the one whose index is furthest behind.
         indexed_seq: How far the index has followed its log.
         item_count: How many keys exist at `indexed_seq`.

@@ -13,6 +13,7 @@ been used since the call before.
 from __future__ import annotations
 
 import ctypes
+import errno
 import mmap
 import os
 import weakref
@@ -23,6 +24,7 @@ from typing import Final
 import attrs
 
 from upr_protocol.chunk import Buffer, Chunk
+from upr_server.storage.errors import StoreFailedError
 
 SLOT_BYTES: Final = 2 * 1024 * 1024
 """A read of 1 MiB ends with the chunk that reaches it. All of that fits, unless the chunk is very
@@ -59,10 +61,22 @@ class SlotPool:
         descriptor: The memory. It may be closed once this is made.
         count: How many slots there are.
         slot_bytes: The size of each, a multiple of the system's page size.
+
+    Raises:
+        StoreFailedError: The system allows no file of this size, and the memory counts as one.
     """
 
     def __init__(self, descriptor: int, count: int = SLOTS, slot_bytes: int = SLOT_BYTES) -> None:
-        os.ftruncate(descriptor, count * slot_bytes)
+        try:
+            os.ftruncate(descriptor, count * slot_bytes)
+        except OSError as error:
+            if error.errno != errno.EFBIG:
+                raise
+            raise StoreFailedError(
+                f"the memory that the server shares with the process that reads counts as a file "
+                f"of {count * slot_bytes >> 20} MiB, and the system allows no file of this size; "
+                "raise the limit of a file's size (`ulimit -f unlimited`)"
+            ) from error
         self._map = mmap.mmap(descriptor, count * slot_bytes)
         self._slot_bytes = slot_bytes
         self._block = ctypes.c_ubyte * slot_bytes

@@ -8,14 +8,14 @@ bundles.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractAsyncContextManager
 
 import trio
 
 from upr_protocol.chunk import Chunk
 from upr_protocol.client.blocking.trio_thread import TrioThread
-from upr_protocol.client.core.batcher import BUNDLE_BYTES, BUNDLE_MUTATIONS
+from upr_protocol.client.core.batcher import next_bundle
 from upr_protocol.client.core.partition_batches import BATCH_OVERHEAD_BYTES, Batch
 from upr_protocol.client.core.retry import RetryState
 from upr_protocol.client.trio.publisher import Publisher
@@ -137,7 +137,7 @@ class BlockingPublisher:
                 unanswered_bytes -= batch.nbytes
                 on_answer(batch)
 
-        while bundle := _next_bundle(source):
+        while bundle := next_bundle(source):
             unanswered_bytes += sum(chunk.nbytes + BATCH_OVERHEAD_BYTES for _, chunk in bundle)
             self._thread.run_soon(self._in_thread.publish, bundle, answered_batches.append)
             report()
@@ -146,19 +146,3 @@ class BlockingPublisher:
                 report()
         self._thread.run(self._in_thread.flush)
         report()
-
-
-def _next_bundle(
-    source: Iterator[tuple[PartitionId, Chunk]],
-) -> list[tuple[PartitionId, Chunk]]:
-    """As many batches as fill a bundle; fewer, or none, at the end of the source."""
-    bundle: list[tuple[PartitionId, Chunk]] = []
-    rows = nbytes = 0
-    while rows < BUNDLE_MUTATIONS and nbytes < BUNDLE_BYTES:
-        batch = next(source, None)
-        if batch is None:
-            break
-        bundle.append(batch)
-        rows += batch[1].count
-        nbytes += batch[1].nbytes
-    return bundle

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from struct import Struct
 from struct import error as StructError
 from typing import Final
@@ -151,3 +152,17 @@ def check_numbers(cas: int, flags: int, expiry: int) -> None:
             "a CAS is a whole number below 2**64, flags and an expiry in seconds are below 2**32, "
             f"and none is negative: {cas!r}, {flags!r}, {expiry!r}",
         ) from error
+
+
+def next_bundle(source: Iterator[tuple[PartitionId, Chunk]]) -> list[tuple[PartitionId, Chunk]]:
+    """As many batches as fill a bundle; fewer, or none, at the end of the source."""
+    bundle: list[tuple[PartitionId, Chunk]] = []
+    rows = nbytes = 0
+    while rows < BUNDLE_MUTATIONS and nbytes < BUNDLE_BYTES:
+        batch = next(source, None)
+        if batch is None:
+            break
+        bundle.append(batch)
+        rows += batch[1].count
+        nbytes += batch[1].nbytes
+    return bundle
