@@ -70,8 +70,8 @@ from upr_server.storage.calls import (
 )
 from upr_server.storage.errors import DiskFullError
 from upr_server.storage.online.bucket_disk import BucketDisk
-from upr_server.storage.online.flusher import STEP_ANSWERS
 from upr_server.storage.online.maintenance import IDLE_S, REST_S
+from upr_server.storage.online.unsaved_answers import STEP_ANSWERS
 from upr_server.storage.records import (
     CLEAN_STOP,
     FLOOR,

@@ -108,10 +108,11 @@ from upr_server.storage.calls import (
 )
 from upr_server.storage.errors import CorruptionError
 from upr_server.storage.online.bucket_disk import BucketDisk
-from upr_server.storage.online.flusher import STEP_ANSWERS, STEP_CALLS, Flusher, take_answers
+from upr_server.storage.online.flusher import STEP_CALLS, Flusher
 from upr_server.storage.online.index_lag import IndexLag
 from upr_server.storage.online.leases import LAPSED_S, LeaseBook
 from upr_server.storage.online.maintenance import Maintenance
+from upr_server.storage.online.unsaved_answers import STEP_ANSWERS, take_answers
 from upr_server.storage.processes import ProcessStore, open_store, send_in_steps
 from upr_server.storage.records import LeaseRecord
 from upr_server.storage.simulated import SimulatedDirectory, SimulatedStore

@@ -99,7 +99,7 @@ from upr_server.net.server import CONNECTIONS_TOLD_MAX
 from upr_server.net.streamer import ANSWER_OVERHEAD_BYTES, ANSWERS_BYTES, STEP_STREAMS
 from upr_server.runtime import System
 from upr_server.storage.api import Store
-from upr_server.storage.online.flusher import STEP_ANSWERS
+from upr_server.storage.online.unsaved_answers import STEP_ANSWERS
 from upr_server.storage.simulated import SimulatedStore
 
 M = TypeVar("M", bound=Message)

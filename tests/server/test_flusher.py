@@ -3,9 +3,8 @@ answers waiting calls. It runs alone, with a store that records commits, and a m
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Sized
+from collections.abc import AsyncIterator, Sized
 from contextlib import asynccontextmanager
-from itertools import product
 from random import Random
 from typing import Any, Final
 
@@ -15,13 +14,9 @@ import trio
 from trio.testing import MockClock
 
 from tests.engine.helpers import cursor_at, new_bucket, put
-from tests.kit.answer_rows import unpack_rows
 from upr_protocol.ids import PartitionId, PartitionState, SeqNo
 from upr_server.engine import Bucket, Partition
 from upr_server.engine.publisher_answers import (
-    ANSWERS_BYTES_MAX,
-    BATCHES_MAX,
-    UNSAVED_BYTES,
     WriterToken,
 )
 from upr_server.engine.snapshots import closed_snapshot, segment
@@ -34,10 +29,7 @@ from upr_server.storage.online import index_lag
 from upr_server.storage.online.flusher import (
     FLUSH_INTERVAL_S,
     FULL_DISK_RETRY_S,
-    STEP_ANSWERS,
-    STEP_BYTES,
     STEP_CALLS,
-    STRING_ANSWERS,
     TURN_CALLS,
     Flusher,
 )
@@ -278,74 +270,6 @@ async def test_commits_of_a_deleted_bucket_are_not_reported(autojump_clock: Mock
         await trio.sleep(1.0)
         assert len(run.store.commits) == 1
         assert run.commit_times == []
-
-
-class LongestTaking(trio.abc.Instrument):
-    """The largest number of answers that one step of a task took from a partition. `meanwhile` is
-    called after each step that took some."""
-
-    def __init__(self, partition: Partition, meanwhile: Callable[[], None]) -> None:
-        self.longest = 0
-        self._answers = partition.repeated_batches.answers
-        self._meanwhile = meanwhile
-        self._nbytes = self._answers.nbytes
-
-    def after_task_step(self, _task: trio.lowlevel.Task) -> None:
-        taken = (self._nbytes - self._answers.nbytes) // UNSAVED_BYTES
-        self.longest = max(self.longest, taken)
-        if taken > 0:
-            self._meanwhile()
-        self._nbytes = self._answers.nbytes
-
-
-async def test_thousands_of_answers_are_taken_some_in_each_step(autojump_clock: MockClock) -> None:
-    """Answers that are given and forgotten between two steps reach the disk, too."""
-    writers, counters = [bytes([number]) * 16 for number in range(100)], iter(range(1, 10**9))
-    async with running() as run:
-        answers = run.partition.repeated_batches.answers
-
-        def answer_each_writer() -> None:
-            counter = next(counters)
-            for writer in writers:
-                token = WriterToken(writer, counter)
-                answers.remember(token, b"%d" % counter, run.partition.high_seq)
-
-        put(run.partition, b"a")
-        for _ in range(BATCHES_MAX):
-            answer_each_writer()
-        taking = LongestTaking(run.partition, answer_each_writer)
-        trio.lowlevel.add_instrument(taking)
-        await trio.sleep(1.0)
-        trio.lowlevel.remove_instrument(taking)
-        put(run.partition, b"b")
-        await trio.sleep(1.0)
-        assert taking.longest == STEP_ANSWERS
-        on_disk: dict[tuple[bytes, int], bytes | None] = {}
-        for _, commit in run.store.commits:
-            on_disk |= unpack_rows(b"".join(commit.writes[0].answers))
-        on_disk = {token: answer for token, answer in on_disk.items() if answer}
-        remembered = answers.answers_between(0, run.partition.high_seq)
-        assert next(counters) > BATCHES_MAX + 3
-        assert on_disk == {(writer, counter): answer for writer, counter, _, answer in remembered}
-
-
-async def test_large_answers_are_taken_fewer_in_each_step(
-    autojump_clock: MockClock,
-) -> None:
-    answer = bytes(10_000)
-    writers = [number.to_bytes(16, "little") for number in range(80)]
-    async with running() as run:
-        put(run.partition, b"a")
-        for counter, writer in product(range(1, ANSWERS_BYTES_MAX // len(answer)), writers):
-            token = WriterToken(writer, counter)
-            run.partition.repeated_batches.answers.remember(token, answer, run.partition.high_seq)
-        taking = LongestTaking(run.partition, lambda: None)
-        trio.lowlevel.add_instrument(taking)
-        await trio.sleep(1.0)
-        trio.lowlevel.remove_instrument(taking)
-        (write,) = run.store.commits[0][1].writes
-        assert len(unpack_rows(b"".join(write.answers))) > STEP_BYTES // len(answer)
-        assert taking.longest == STRING_ANSWERS
 
 
 class MostJoined(trio.abc.Instrument):

@@ -25,9 +25,9 @@ from upr_protocol.wire import (
 from upr_server.engine import CursorItem, Partition, SnapshotEndItem, SnapshotStartItem
 from upr_server.storage.online.backfill import WAIT_FOR_DISK, ReaderWait, StreamBrokenError
 from upr_server.storage.online.bucket_disk import BucketDisk
-from upr_server.storage.online.flusher import STEP_ANSWERS
 from upr_server.storage.online.leased_reader import LeasedReader
 from upr_server.storage.online.partition_reader import PartitionReader
+from upr_server.storage.online.unsaved_answers import STEP_ANSWERS
 
 BATCH_BYTES: Final = 1024 * 1024
 """How much is handed to the socket at a time: large enough that the cost of each call is small,

@@ -17,7 +17,7 @@ from upr_protocol.errors import RemoteProtocolError
 from upr_protocol.ids import SeqNo
 from upr_server.engine import Partition, unpack_result
 from upr_server.replication.received_snapshots import PublisherAnswer
-from upr_server.storage.online.flusher import STEP_ANSWERS
+from upr_server.storage.online.unsaved_answers import STEP_ANSWERS
 
 STEP_ANSWER_BYTES: Final = 256 * 1024
 """Bytes of answers to publishers that one step takes: 2.6 ms for answers to a thousand increments,

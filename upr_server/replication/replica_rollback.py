@@ -21,7 +21,7 @@ from upr_server.replication.source_streams import SourceStreams
 from upr_server.storage.calls import FindSnapshotEnd, RefusePartition
 from upr_server.storage.errors import CorruptionError
 from upr_server.storage.online.bucket_disk import BucketDisk
-from upr_server.storage.online.flusher import STEP_ANSWERS
+from upr_server.storage.online.unsaved_answers import STEP_ANSWERS
 from upr_server.storage.records import PartitionRecord
 
 log = structlog.get_logger(__name__)

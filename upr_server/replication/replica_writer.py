@@ -25,7 +25,7 @@ from upr_server.replication.source_streams import SourceStreams
 from upr_server.storage.calls import Commit
 from upr_server.storage.errors import DiskFullError
 from upr_server.storage.online.bucket_disk import BucketDisk
-from upr_server.storage.online.flusher import take_answers
+from upr_server.storage.online.unsaved_answers import take_answers
 from upr_server.storage.partition_write import PartitionWrite
 from upr_server.storage.records import PartitionRecord
 

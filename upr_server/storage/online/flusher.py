@@ -34,6 +34,7 @@ from upr_server.storage.api import Store
 from upr_server.storage.calls import Commit
 from upr_server.storage.errors import DiskFullError
 from upr_server.storage.online.index_lag import IndexLag
+from upr_server.storage.online.unsaved_answers import take_answers
 from upr_server.storage.partition_write import PartitionWrite
 from upr_server.storage.records import PartialRecord, PartitionRecord
 
@@ -61,14 +62,6 @@ together with others."""
 STEP_WAITING: Final = 8
 """Partitions with large snapshots that a step passes over. To close one of 1,000 arrays takes some
 0.2 ms (estimated)."""
-
-STEP_ANSWERS: Final = 2048
-"""Changes of answers to publishers that are taken before other tasks run: some 0.2 ms. A partition
-may have 65,536 answers."""
-
-STRING_ANSWERS: Final = 256
-"""How many of them are taken as one string of rows: a step ends with the one that reaches
-`STEP_BYTES`. An answer to a thousand increments has some 10 kB."""
 
 STEP_PARTITIONS: Final = 8
 """Partitions whose snapshots are noted as committed before other tasks run."""
@@ -481,24 +474,6 @@ class Flusher:
             "longest_commit_s": round(self._longest_commit_s, 6),
             "full": self.disk_full_reason,
         }
-
-
-async def take_answers(partition: Partition, through: SeqNo) -> list[bytes]:
-    """Takes the changes of answers to publishers that belong on disk with everything up to
-    `through`, in steps: strings of rows, as `PartitionWrite` has them. After a cancellation some
-    are lost: the caller must be one that writes nothing more then."""
-    answers, strings = partition.repeated_batches.answers, list[bytes]()
-    count, step_count, step_bytes = STRING_ANSWERS, 0, 0
-    while count == STRING_ANSWERS:
-        rows, count = answers.take_unsaved(through, STRING_ANSWERS)
-        if rows:
-            strings.append(rows)
-        step_count += count
-        step_bytes += len(rows)
-        if step_count >= STEP_ANSWERS or step_bytes >= STEP_BYTES:
-            step_count = step_bytes = 0
-            await trio.lowlevel.checkpoint()
-    return strings
 
 
 def record_of(partition: Partition, high: SeqNo) -> PartitionRecord:
