@@ -1,11 +1,13 @@
-"""Maps for a bucket's log and index: LMDB's and simulated ones."""
+"""Maps for a bucket's log and index: LMDB's and simulated ones, and both in them."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from tests.storage.logged_index import LoggedIndex
 from upr_server.storage.lmdb_ordered_map import LmdbOrderedMap
 from upr_server.storage.ordered_map import OrderedMap
 from upr_server.storage.simulated_disk import SimulatedDisk
@@ -25,3 +27,10 @@ def log_and_index(request: pytest.FixtureRequest, tmp_path: Path) -> list[Ordere
         else:
             maps.append(SimulatedDisk())
     return maps
+
+
+@pytest.fixture
+def logged_index(log_and_index: list[OrderedMap]) -> Iterator[LoggedIndex]:
+    yield LoggedIndex(*log_and_index)
+    for ordered_map in log_and_index:
+        ordered_map.close()

@@ -138,7 +138,7 @@ def answers(storage: BucketStorage) -> Answers:
     ]
     keys = [want.key for want in wants()]
     items = [
-        dict(zip(keys, storage.index.find_items(partition, wants()), strict=True))
+        dict(zip(keys, storage.items.find(partition, wants()), strict=True))
         for partition in range(PARTITIONS)
     ]
     return Answers(stored_bucket, streams, items)

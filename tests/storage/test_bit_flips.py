@@ -173,7 +173,7 @@ def _read_items(storage: BucketStorage, good: Answers, partition: int) -> bytes:
     # The server knows this, because it was running when the changes were written.
     indexed = good.stored.partitions[partition].record.high
     try:
-        items = storage.index.find_items(partition, wants(), indexed_seq=indexed)
+        items = storage.items.find(partition, wants(), indexed_seq=indexed)
     except StorageError:
         return REFUSED
     except Exception:  # noqa: BLE001  # the test tells of it

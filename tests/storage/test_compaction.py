@@ -250,18 +250,18 @@ class CompactionMachine(RuleBasedStateMachine):
             contents = self.model.contents(partition, mark.seq)
             assert mark.item_count == len(contents)
             expected = [contents.get(key) for key in KEYS]
-            items = self.index.find_items(
+            items = self.storage.items.find(
                 partition, [FetchRequest(key, 0, needs_value=True) for key in KEYS]
             )
             assert items == expected
-            items = self.index.find_items(
+            items = self.storage.items.find(
                 partition, [FetchRequest(key, 0, needs_value=False) for key in KEYS]
             )
             assert [self.bare(item) for item in items] == [self.bare(item) for item in expected]
             known_entries = [
                 FetchRequest(item.key, item.seq, needs_value=True) for item in contents.values()
             ]
-            assert self.index.find_items(partition, known_entries) == list(contents.values())
+            assert self.storage.items.find(partition, known_entries) == list(contents.values())
             expected_expired += [
                 (item.expiry, partition, item.seq, key)
                 for key, item in contents.items()

@@ -101,7 +101,7 @@ class DamagedBucket:
         return changes[-1] if changes else None
 
     def find(self, partition: int, key: bytes) -> Mutation | None:
-        return self.storage.index.find_items(partition, [FetchRequest(key, 0, needs_value=True)])[0]
+        return self.storage.items.find(partition, [FetchRequest(key, 0, needs_value=True)])[0]
 
     def damaged_partitions(self) -> object:
         return self.storage.statistics()["damaged_partitions"]

@@ -99,7 +99,7 @@ def contents(storage: BucketStorage, stored_bucket: StoredBucket, partition: int
     """Everything that can be read of a partition."""
     high = stored_bucket.partitions[partition].record.high
     chunks = storage.log.read_chunks(partition, 0, high, bytes_max=PLENTY)
-    items = storage.index.find_items(partition, wants())
+    items = storage.items.find(partition, wants())
     return stored_bucket.partitions[partition], [bytes(chunk) for chunk in chunks], items
 
 

@@ -187,9 +187,7 @@ class Truncations(RuleBasedStateMachine):
         for mutation in self.rows:
             if mutation.seq <= mark:
                 state[mutation.key] = mutation
-        items = self.storage.index.find_items(
-            PARTITION, [FetchRequest(key, 0, True) for key in KEYS]
-        )
+        items = self.storage.items.find(PARTITION, [FetchRequest(key, 0, True) for key in KEYS])
         for key, item in zip(KEYS, items, strict=True):
             newest = state.get(key)
             assert item == (newest if newest and newest.op is Operation.SET else None)
@@ -371,7 +369,7 @@ def test_entries_left_by_a_full_disk_are_deleted_before_a_partition_is_indexed_a
     while bucket.maintenance.step(urgent=True, leases=(), purge_before_cas=0).has_more:
         pass
     requests = [FetchRequest(row.key, 0, True) for row in rows]
-    assert bucket.index.find_items(PARTITION, requests) == [*rows[:20], *[None] * 20]
+    assert bucket.items.find(PARTITION, requests) == [*rows[:20], *[None] * 20]
     for partition in (0, PARTITION):
         assert bucket.index.watermark(partition).item_count == 20
     assert len(bucket.index.find_expired(70, b"", 100)[0]) == 40

@@ -11,6 +11,7 @@ from upr_protocol.ids import PartitionState, SeqNo
 from upr_server.storage.bucket_maintenance import BucketMaintenance
 from upr_server.storage.chunk_log import STORED_OVERHEAD_BYTES, ChunkLog
 from upr_server.storage.errors import CorruptionError, DiskFullError
+from upr_server.storage.item_lookup import ItemLookup
 from upr_server.storage.key_index import KeyIndex
 from upr_server.storage.ordered_map import OrderedMap
 from upr_server.storage.partition_usage import PartitionUsage
@@ -22,7 +23,8 @@ from upr_server.storage.stored_bucket import StoredBucket
 class BucketStorage:
     """The disk of one bucket, as the process that writes it sees it.
 
-    A process that only reads uses `log` and `index`, and neither `open` nor what depends on it.
+    A process that only reads uses `log`, `index` and `items`, and neither `open` nor what depends
+    on it.
 
     Args:
         log: Where the log is stored.
@@ -32,6 +34,7 @@ class BucketStorage:
     Attributes:
         log: The log.
         index: The index.
+        items: Finds items by key.
         maintenance: Indexes the log, and compacts it.
         copy_chunk: As given.
     """
@@ -44,6 +47,7 @@ class BucketStorage:
     ) -> None:
         self.log = ChunkLog(log)
         self.index = KeyIndex(index, self.log)
+        self.items = ItemLookup(index, self.log)
         self.copy_chunk = copy_chunk
         self._partitions: list[PartitionUsage] = []
         self.maintenance = BucketMaintenance(self.log, self.index, self._partitions)

@@ -488,7 +488,7 @@ class FindItems(BucketCall[ItemsFound], frozen=True):
     indexed_seq: int = 0
 
     def run(self, bucket: BucketStorage) -> ItemsFound:
-        rows = bucket.index.find_items(self.partition, self.requests, indexed_seq=self.indexed_seq)
+        rows = bucket.items.find(self.partition, self.requests, indexed_seq=self.indexed_seq)
         return ItemsFound.of(rows)
 
 

@@ -7,16 +7,13 @@ how far the index has come; what is above it is in the hash table. A lost index 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from itertools import islice
 from typing import Final
 
 import msgspec
 
-from upr_protocol.chunk import Mutation
-from upr_protocol.errors import quoted_key
-from upr_protocol.ids import Operation, PartitionId, SeqNo
-from upr_server.engine import FetchRequest, damaged_item, is_damaged
+from upr_protocol.ids import PartitionId, SeqNo
 from upr_server.storage.chunk_log import ChunkLog
 from upr_server.storage.errors import CorruptionError
 from upr_server.storage.index_update import LogPart, put_entries
@@ -24,7 +21,6 @@ from upr_server.storage.ordered_map import OrderedMap, ReadTransaction, WriteTra
 from upr_server.storage.records import (
     EXPIRY,
     EXPIRY_MAX,
-    KEY,
     WATERMARK,
     KeyIndexEntry,
     Watermark,
@@ -40,15 +36,6 @@ from upr_server.storage.records import (
 
 READ_BYTES_MAX: Final = 8 * 1024 * 1024
 """What one step of `follow_logs` reads of the log at most, and one chunk."""
-
-FIND_BYTES_MAX: Final = 2 * 1024 * 1024
-"""About how large one answer of `find_items` may become. The server takes the items out of the
-pipe's message in one step: 1.5 ms for so much of 8 KiB each, and 18 ms for 32 MiB of 128 KiB each.
-A caller that needs more asks again; an answer to a `Get` has 1 MiB."""
-
-FIND_KEYS: Final = 256
-"""Keys that are looked up in the index at a time. Those that the answer has no room for are asked
-for again, and need no look-up now."""
 
 
 class ExpiredItem(msgspec.Struct, frozen=True):
@@ -90,7 +77,7 @@ class KeyIndex:
             CorruptionError: The record is damaged.
         """
         with self.ordered_map.read() as transaction:
-            return _watermark(transaction, partition)
+            return read_watermark(transaction, partition)
 
     def set_live_bytes(self, partition: int, nbytes: int) -> None:
         """Tells about what the items of a partition take in the log, of which the index knows.
@@ -191,7 +178,7 @@ class KeyIndex:
 
     def skip_damage(self, partition: int) -> Watermark:
         """Moves the watermark past chunks of the log that are damaged or missing. Nobody knows
-        which keys were in them. So from then on `find_items` refuses the keys of this partition
+        which keys were in them. So from then on `ItemLookup` refuses the keys of this partition
         that the index does not know from a later mutation.
 
         Returns:
@@ -260,131 +247,11 @@ class KeyIndex:
                     if entry.is_tombstone and entry.seq == seq:
                         transaction.delete(entry_key)
             mark = msgspec.structs.replace(
-                _watermark(transaction, partition), garbage_bytes=garbage_bytes
+                read_watermark(transaction, partition), garbage_bytes=garbage_bytes
             )
             _put_watermark(transaction, partition, mark)
 
     # Reading.
-
-    def find_items(
-        self,
-        partition: int,
-        requests: Sequence[FetchRequest],
-        *,
-        indexed_seq: int = 0,
-        bytes_max: int = FIND_BYTES_MAX,
-    ) -> list[Mutation | None]:
-        """The items of these keys, as of the watermark; None for a key that is missing or deleted.
-        An item that is damaged, or may have a newer version in a damaged part of the log, is a
-        `damaged_item`.
-
-        If the value of a key is not asked for, only its sequence number and expiry are filled in.
-
-        Args:
-            partition: The partition.
-            requests: The keys.
-            indexed_seq: A watermark that the index is known to have reached.
-            bytes_max: The answer ends with the item that comes to this: ask again for the others.
-
-        Raises:
-            CorruptionError: The index is that of an earlier commit, as one flipped bit in a meta
-                page of LMDB makes it; or the watermark is damaged.
-        """
-        items: list[Mutation | None] = []
-        for begin in range(0, len(requests), FIND_KEYS):
-            block = requests[begin : begin + FIND_KEYS]
-            block_items = self._find_block(partition, block, indexed_seq, bytes_max)
-            items += block_items
-            bytes_max -= sum(
-                [len(item.key) + len(item.value) for item in block_items if item is not None]
-            )
-            if len(block_items) < len(block) or bytes_max <= 0:
-                break
-        return items
-
-    def _find_block(
-        self, partition: int, requests: Sequence[FetchRequest], indexed_seq: int, bytes_max: int
-    ) -> list[Mutation | None]:
-        """What `find_items` does, for some of its keys."""
-        entries = self._entries_of(partition, requests, indexed_seq)
-        while True:
-            items = self._items_of(partition, requests, entries, bytes_max)
-            if not any(item is not None and is_damaged(item) for item in items):
-                return items
-            # The log is read in a transaction of its own. In between, the mutation that the index
-            # named may have been superseded, and compacted away.
-            newer_entries = self._entries_of(partition, requests, indexed_seq, is_retry=True)
-            if newer_entries == entries:
-                return items
-            entries = newer_entries
-
-    def _entries_of(
-        self,
-        partition: int,
-        requests: Sequence[FetchRequest],
-        indexed_seq: int,
-        *,
-        is_retry: bool = False,
-    ) -> list[KeyIndexEntry | str | None]:
-        """The entry of each key, None for one that does not exist, and what is damaged, in words,
-        where nobody can tell. Where the caller names the sequence number it is taken as it is,
-        except in a retry: it may be superseded, too."""
-        entries: list[KeyIndexEntry | str | None] = []
-        with self.ordered_map.read() as transaction:
-            mark = _watermark(transaction, partition)
-            if mark.seq < indexed_seq:
-                raise CorruptionError(
-                    f"the index of partition {partition} is at {mark.seq}, though it was at "
-                    f"{indexed_seq} before"
-                )
-            for request in requests:
-                if request.seq and not is_retry:
-                    entries.append(KeyIndexEntry(request.seq, 0))
-                    continue
-                try:
-                    entries.append(_entry_of(transaction, partition, request, mark))
-                except CorruptionError as error:
-                    entries.append(str(error))
-        return entries
-
-    def _items_of(
-        self,
-        partition: int,
-        requests: Sequence[FetchRequest],
-        entries: Sequence[KeyIndexEntry | str | None],
-        bytes_max: int,
-    ) -> list[Mutation | None]:
-        seqs = [
-            entry.seq
-            for request, entry in zip(requests, entries, strict=True)
-            if isinstance(entry, KeyIndexEntry) and request.needs_value
-        ]
-        rows = iter(self._log.find_mutations(partition, seqs, bytes_max) if seqs else ())
-        items: list[Mutation | None] = []
-        for request, entry in zip(requests, entries, strict=True):
-            if entry is None:
-                items.append(None)
-            elif isinstance(entry, str):
-                items.append(damaged_item(request, entry))
-            elif request.needs_value:
-                row = next(rows, None)
-                if row is None:
-                    break  # `bytes_max` is reached: the rest is asked for again
-                if isinstance(row, str):
-                    items.append(damaged_item(request, row))
-                elif row.key != request.key or row.op != Operation.SET:
-                    damage = (
-                        f"mutation {entry.seq} of partition {partition} is not of the key "
-                        f"{quoted_key(request.key)} but of {quoted_key(row.key)}"
-                    )
-                    items.append(damaged_item(request, damage))
-                else:
-                    items.append(row)
-            else:
-                items.append(
-                    Mutation(Operation.SET, request.key, seq=SeqNo(entry.seq), expiry=entry.expiry)
-                )
-        return items
 
     def newest_seqs(self, partition: int, after: bytes, limit: int) -> tuple[list[int], bytes]:
         """The sequence number of the newest mutation of each key, tombstones included, by key.
@@ -433,7 +300,7 @@ class KeyIndex:
                     expiry, partition, seq = parse_expiry_key(key)
                     item_key = without_checksum(key, value)
                     if partition not in damaged_through:
-                        mark = _watermark(transaction, partition)
+                        mark = read_watermark(transaction, partition)
                         damaged_through[partition] = mark.damaged_through
                     entry = KeyIndexEntry(seq, expiry)
                     is_newest = _has_entry(transaction, partition, item_key, entry)
@@ -454,31 +321,6 @@ def _entry_key_bounds(partition: int) -> tuple[bytes, bytes]:
     return index_entry_key(partition, b""), index_entry_key(partition, b"\xff" * 251)
 
 
-def _entry_of(
-    transaction: ReadTransaction, partition: int, request: FetchRequest, mark: Watermark
-) -> KeyIndexEntry | None:
-    """The entry of a key; None for one that does not exist.
-
-    Raises:
-        CorruptionError: The entry is damaged, or a newer change may be in a damaged part of the
-            log.
-    """
-    key = index_entry_key(partition, request.key)
-    value = transaction.get(key)
-    if value is None:
-        _check_neighbours(transaction, key)
-    entry = None if value is None else KeyIndexEntry.parse(key, value)
-    if request.seq and (entry is None or entry.seq < request.seq):
-        # The index has not come so far.
-        return KeyIndexEntry(request.seq, 0)
-    if mark.damaged_through and (entry is None or entry.seq <= mark.damaged_through):
-        raise CorruptionError(
-            f"the newest change of the key {quoted_key(request.key)} may be among the changes of "
-            f"partition {partition} up to {mark.damaged_through} that are damaged"
-        )
-    return None if entry is None or entry.is_tombstone else entry
-
-
 def _has_entry(
     transaction: ReadTransaction, partition: int, key: bytes, entry: KeyIndexEntry
 ) -> bool:
@@ -492,19 +334,12 @@ def _has_entry(
     return value is not None and KeyIndexEntry.parse(entry_key, value) == entry
 
 
-def _check_neighbours(transaction: ReadTransaction, key: bytes) -> None:
-    """Raises `CorruptionError` if an entry next to the place of the missing `key` is damaged.
+def read_watermark(transaction: ReadTransaction, partition: int) -> Watermark:
+    """How far the index has followed the log of a partition.
 
-    One flipped bit in a key hides its entry, and leaves it where a search for the key ends. Without
-    this check the key would be answered as missing, which it is not.
+    Raises:
+        CorruptionError: The record is damaged.
     """
-    neighbours = [transaction.last(KEY, key), next(iter(transaction.scan(key, WATERMARK)), None)]
-    for neighbour in neighbours:
-        if neighbour is not None:
-            KeyIndexEntry.parse(*neighbour)
-
-
-def _watermark(transaction: ReadTransaction, partition: int) -> Watermark:
     key = partition_key(WATERMARK, partition)
     value = transaction.get(key)
     return Watermark() if value is None else parse_record(key, value, Watermark)
