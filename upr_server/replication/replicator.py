@@ -190,7 +190,7 @@ class Replicator:
         logged_trouble = ""
         streams = self._streams
         while partitions := streams.partitions_in(state):
-            with trio.CancelScope() as streams.consumer_scopes[state]:
+            with streams.new_scope(state):
                 try:
                     await self._consume(state, partitions)
                     streams.trouble = "every stream has ended"
@@ -200,7 +200,7 @@ class Replicator:
                     self._system.log_in_pauses.note_error(self._address, error)
                     streams.trouble = str(error)
                 finally:
-                    streams.current_consumers.pop(state, None)
+                    streams.note_ended(state)
                 write_log = log.debug if streams.trouble == logged_trouble else log.warning
                 logged_trouble = streams.trouble
                 write_log(
@@ -231,7 +231,7 @@ class Replicator:
             dial=self._system.dial,
             draw=self._system.draw,
         ) as consumer:
-            self._streams.current_consumers[state] = consumer
+            self._streams.note_begun(state, consumer)
             async for event in consumer:
                 await self._went_on.wait_until(lambda: not self._is_paused)
                 self._receive(consumer, event)
@@ -259,7 +259,7 @@ class Replicator:
         elif isinstance(event, StreamAccepted):
             self._streams.trouble = ""
             self._system.log_in_pauses.note_success(self._address)
-            self._streams.consumers[event.partition] = consumer
+            self._streams.note_accepted(event.partition, consumer)
             snapshots = self._received_snapshots[event.partition]
             snapshots.begin_stream()
             # Another replica may itself lack what this node once acknowledged.
@@ -277,7 +277,7 @@ class Replicator:
         the copy has so much of the same history, it is complete. Nothing happens if this does not
         replicate the partition from another replica."""
         if (
-            partition_id not in self._streams.consumers
+            not self._streams.is_accepted(partition_id)
             or self.source.partitions[partition_id] is PartitionState.ACTIVE
         ):
             return

@@ -29,10 +29,6 @@ class SourceStreams:
         source: As given; without those partitions that are refused since a damaged record of them
             was met.
         trouble: Why it does not replicate now; empty while it does.
-        consumers: By each partition whose stream was accepted.
-        current_consumers: That of each state, while there is one.
-        consumer_scopes: In each a consumer runs. Cancelled, the next one runs, of the partitions
-            that are left.
     """
 
     def __init__(
@@ -43,11 +39,14 @@ class SourceStreams:
     ) -> None:
         self.source = source
         self.trouble = ""
-        self.consumers: dict[PartitionId, ReplicaConsumer] = {}
-        self.current_consumers: dict[PartitionState, ReplicaConsumer] = {}
-        self.consumer_scopes: dict[PartitionState, trio.CancelScope] = {}
         self._partitions = partitions
         self._received_snapshots = received_snapshots
+        # That of each state, while there is one.
+        self._current_consumers: dict[PartitionState, ReplicaConsumer] = {}
+        # By each partition whose stream was accepted.
+        self._consumers: dict[PartitionId, ReplicaConsumer] = {}
+        # In each a consumer runs.
+        self._scopes: dict[PartitionState, trio.CancelScope] = {}
 
     def partitions_in(self, state: PartitionState) -> list[PartitionId]:
         """The partitions that are in `state` at the source, by number."""
@@ -57,10 +56,32 @@ class SourceStreams:
             if source_state is state
         )
 
+    def new_scope(self, state: PartitionState) -> trio.CancelScope:
+        """Where the next consumer of the partitions in `state` is to run. Once one of them is
+        refused, this is cancelled: another consumer is to ask for those that are left."""
+        scope = self._scopes[state] = trio.CancelScope()
+        return scope
+
+    def note_begun(self, state: PartitionState, consumer: ReplicaConsumer) -> None:
+        """A consumer asks for the partitions in `state` now."""
+        self._current_consumers[state] = consumer
+
+    def note_ended(self, state: PartitionState) -> None:
+        """No consumer asks for the partitions in `state` now."""
+        self._current_consumers.pop(state, None)
+
+    def note_accepted(self, partition_id: PartitionId, consumer: ReplicaConsumer) -> None:
+        """The source has accepted the stream of a partition, for which `consumer` has asked."""
+        self._consumers[partition_id] = consumer
+
+    def is_accepted(self, partition_id: PartitionId) -> bool:
+        """Whether the stream of a partition was ever accepted, and the partition is followed."""
+        return partition_id in self._consumers
+
     def report(self, partition_id: PartitionId) -> None:
         """Tells the source what was received of a partition, and what of that is on disk, if its
         stream was accepted."""
-        consumer = self.consumers.get(partition_id)
+        consumer = self._consumers.get(partition_id)
         if consumer is None:
             return
         snapshots = self._received_snapshots[partition_id]
@@ -72,13 +93,13 @@ class SourceStreams:
         partitions = dict(self.source.partitions)
         state = partitions.pop(partition_id)
         self.source = ReplicationSource(self.source.address, partitions)
-        self.consumers.pop(partition_id, None)
+        self._consumers.pop(partition_id, None)
         # The stream ends with the connection of its consumer; the next one does not ask for it.
-        self.consumer_scopes[state].cancel()
+        self._scopes[state].cancel()
 
     def refusal(self) -> str:
         """Why the source does not give some of the partitions; empty while it gives all."""
-        for consumer in self.current_consumers.values():
+        for consumer in self._current_consumers.values():
             figures = consumer.statistics()
             if figures.unplaced_partitions:
                 count = len(figures.unplaced_partitions)
@@ -87,6 +108,6 @@ class SourceStreams:
 
     def clear(self) -> None:
         """Lets go of the consumers, which refer to the replicator."""
-        self.consumers.clear()
-        self.current_consumers.clear()
-        self.consumer_scopes.clear()
+        self._current_consumers.clear()
+        self._consumers.clear()
+        self._scopes.clear()
