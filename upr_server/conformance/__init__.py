@@ -8,7 +8,8 @@ from upr_server.conformance.client_scenario import ClientScenario
 from upr_server.conformance.client_scenarios import CLIENT_SCENARIOS
 from upr_server.conformance.failure import ConformanceError
 from upr_server.conformance.runner import Verdict, check_client, check_server, server_scenario_names
-from upr_server.conformance.wrong_input import WRONG_INPUTS, Outcome, Progress, WrongInput
+from upr_server.conformance.wrong_input import Outcome, Progress, WrongInput
+from upr_server.conformance.wrong_input_table import WRONG_INPUTS
 
 __all__ = [
     "CLIENT_SCENARIOS",

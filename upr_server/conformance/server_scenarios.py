@@ -60,7 +60,8 @@ from upr_server.conformance.wrong_frames import (
     UNKNOWN_HISTORY,
     key_in,
 )
-from upr_server.conformance.wrong_input import WRONG_INPUTS, Outcome, Progress, WrongInput
+from upr_server.conformance.wrong_input import Outcome, Progress, WrongInput
+from upr_server.conformance.wrong_input_table import WRONG_INPUTS
 
 CLEANUP_TIMEOUT_S: Final = 5.0
 """How long the bucket's deletion may take when the scenario was cancelled."""
