@@ -151,22 +151,7 @@ def plan(
     if has_time and _history_ids(seqnos) != history_ids:
         raise _failover_error(options)
     infos = driver.partition_infos()
-    for option, bound in (("startingOffsets", start), ("endingOffsets", end)):
-        if not isinstance(bound, str):
-            check_named(option, bound, options.address.bucket, seqnos)
-    bounds = []
-    for partition, numbers in seqnos.items():
-        start_seq = 0 if isinstance(start, str) else start.get(partition, 0)
-        newest_seq = numbers.persisted_seq if options.durable else numbers.high_seq
-        end_seq = newest_seq if isinstance(end, str) else end.get(partition, newest_seq)
-        # Only numbers are wrong in this order. Between a time and a number, there is nothing in a
-        # partition where the end comes first.
-        if end_seq > newest_seq or start_seq > (newest_seq if has_time else end_seq):
-            raise OptionError(
-                f"partition {partition} of {options.address.bucket} cannot be read from "
-                f"{start_seq} to {end_seq}: it has numbers up to {newest_seq}"
-            )
-        bounds.append((partition, SeqNo(min(start_seq, end_seq)), SeqNo(end_seq)))
+    bounds = _bounds(options, start, end, seqnos)
     if not options.durable:
         for partition, _, end_seq in bounds:
             if not infos[partition].log.contains(seqnos[partition].history_id, end_seq):
@@ -203,6 +188,38 @@ def plan(
         bucket=options.address.bucket,
         whole_partitions=options.deduplicate,
     )
+
+
+def _bounds(
+    options: ReadOptions,
+    start: str | Mapping[int, int],
+    end: str | Mapping[int, int],
+    seqnos: Mapping[PartitionId, PartitionNumbers],
+) -> list[tuple[PartitionId, SeqNo, SeqNo]]:
+    """Where the read of each partition starts and ends. A word for start or end stands for all
+    that there is.
+
+    Raises:
+        OptionError: A start or an end is not there.
+    """
+    for option, bound in (("startingOffsets", start), ("endingOffsets", end)):
+        if not isinstance(bound, str):
+            check_named(option, bound, options.address.bucket, seqnos)
+    has_time = options.start_time is not None or options.end_time is not None
+    bounds = []
+    for partition, numbers in seqnos.items():
+        start_seq = 0 if isinstance(start, str) else start.get(partition, 0)
+        newest_seq = numbers.persisted_seq if options.durable else numbers.high_seq
+        end_seq = newest_seq if isinstance(end, str) else end.get(partition, newest_seq)
+        # Only numbers are wrong in this order. Between a time and a number, there is nothing in a
+        # partition where the end comes first.
+        if end_seq > newest_seq or start_seq > (newest_seq if has_time else end_seq):
+            raise OptionError(
+                f"partition {partition} of {options.address.bucket} cannot be read from "
+                f"{start_seq} to {end_seq}: it has numbers up to {newest_seq}"
+            )
+        bounds.append((partition, SeqNo(min(start_seq, end_seq)), SeqNo(end_seq)))
+    return bounds
 
 
 def _history_ids(seqnos: Mapping[PartitionId, PartitionNumbers]) -> dict[PartitionId, HistoryId]:

@@ -168,39 +168,7 @@ class ReadOptions:
                 options, "endingOffsets", "latest", ("latest",), by_bucket=are_several
             )
             end_time = time_option(options, "endingTimestamp", "endingOffsets")
-            if start_time is not None and end_time is not None and start_time >= end_time:
-                raise OptionError(
-                    f"the option endingTimestamp is {end_time.isoformat()}, which is not after "
-                    f"startingTimestamp, {start_time.isoformat()}"
-                )
-            if streaming is False and start == "latest":
-                raise OptionError(
-                    "the option startingOffsets is latest: a read would return nothing"
-                )
-            if streaming is False and not fails:
-                raise OptionError(
-                    "the option failOnDataLoss is false, which is for streams: a read does not go "
-                    "on without its rows. Leave it out"
-                )
-        if not durable and max_bytes is not None:
-            raise OptionError(
-                "the option maxBytesPerTrigger needs stability=durable: the server does not report "
-                "the size of data in memory. Use maxOffsetsPerTrigger"
-            )
-        if min_rows is not None and max_rows is not None and min_rows > max_rows:
-            raise OptionError(
-                f"the option minOffsetsPerTrigger is {min_rows}, which is more than "
-                f"maxOffsetsPerTrigger, {max_rows}"
-            )
-        if rewinds and not (durable and fails):
-            raise OptionError(
-                "the option onRollback is rewind, which needs stability=durable and "
-                "failOnDataLoss=true: else the end of a batch may lack rows. Use onRollback=marker"
-            )
-        if buckets:
-            _check_named(bucket_starts, bucket_ends, buckets)
-        options.refuse_unknown()
-        return cls(
+        parsed = cls(
             address,
             buckets,
             bucket_pattern,
@@ -233,6 +201,50 @@ class ReadOptions:
             lease_s,
             timeout_s,
         )
+        parsed._check_together(streaming=streaming)
+        options.refuse_unknown()
+        return parsed
+
+    def _check_together(self, *, streaming: bool | None) -> None:
+        """Raises `OptionError` if some options exclude each other. `streaming` is that of
+        `parse`."""
+        if (
+            self.start_time is not None
+            and self.end_time is not None
+            and self.start_time >= self.end_time
+        ):
+            raise OptionError(
+                f"the option endingTimestamp is {self.end_time.isoformat()}, which is not after "
+                f"startingTimestamp, {self.start_time.isoformat()}"
+            )
+        if streaming is False and self.start == "latest":
+            raise OptionError("the option startingOffsets is latest: a read would return nothing")
+        if streaming is False and not self.fails_on_data_loss:
+            raise OptionError(
+                "the option failOnDataLoss is false, which is for streams: a read does not go "
+                "on without its rows. Leave it out"
+            )
+        if not self.durable and self.max_bytes is not None:
+            raise OptionError(
+                "the option maxBytesPerTrigger needs stability=durable: the server does not report "
+                "the size of data in memory. Use maxOffsetsPerTrigger"
+            )
+        if (
+            self.min_rows is not None
+            and self.max_rows is not None
+            and self.min_rows > self.max_rows
+        ):
+            raise OptionError(
+                f"the option minOffsetsPerTrigger is {self.min_rows}, which is more than "
+                f"maxOffsetsPerTrigger, {self.max_rows}"
+            )
+        if self.rewinds and not (self.durable and self.fails_on_data_loss):
+            raise OptionError(
+                "the option onRollback is rewind, which needs stability=durable and "
+                "failOnDataLoss=true: else the end of a batch may lack rows. Use onRollback=marker"
+            )
+        if self.buckets:
+            _check_named(self.bucket_starts, self.bucket_ends, self.buckets)
 
     @property
     def are_several_buckets(self) -> bool:

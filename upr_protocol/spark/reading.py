@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import closing
 from typing import Final
 
@@ -89,6 +89,32 @@ def _newest_rows(
         yield rows if has_key else rows.select(schema.fieldNames())
 
 
+def _streams(
+    ranges: Mapping[PartitionId, PartitionRange], lease_id: int, options: ReadOptions
+) -> BoundedStreams:
+    """The streams of these ranges, by partition."""
+    return BoundedStreams(
+        address=options.address,
+        partitions=sorted(ranges),
+        resume=ResumeState(
+            options.address.bucket,
+            {
+                partition: Position(range_.log, range_.start, range_.start, None)
+                for partition, range_ in ranges.items()
+            },
+        ),
+        end={partition: range_.end for partition, range_ in ranges.items()},
+        lease_id=lease_id,
+        # Others begin with the key, too: the caller leaves those out.
+        key_prefix=options.key or options.key_prefix,
+        # What a lease pins, no history has undone.
+        with_logs=not lease_id,
+        identity=EXECUTOR,
+        retry_timeout_s=options.timeout_s,
+        idle_interval_s=idle_interval_s(options.timeout_s),
+    )
+
+
 def _batches(
     ranges: dict[PartitionId, PartitionRange],
     lease_id: int,
@@ -97,27 +123,7 @@ def _batches(
 ) -> Iterator[pa.RecordBatch]:
     snapshots: dict[PartitionId, RowSnapshot] = {}
     try:
-        streams = BoundedStreams(
-            address=options.address,
-            partitions=sorted(ranges),
-            resume=ResumeState(
-                options.address.bucket,
-                {
-                    partition: Position(range_.log, range_.start, range_.start, None)
-                    for partition, range_ in ranges.items()
-                },
-            ),
-            end={partition: range_.end for partition, range_ in ranges.items()},
-            lease_id=lease_id,
-            # Others begin with the key, too: `builder` leaves those out.
-            key_prefix=options.key or options.key_prefix,
-            # What a lease pins, no history has undone.
-            with_logs=not lease_id,
-            identity=EXECUTOR,
-            retry_timeout_s=options.timeout_s,
-            idle_interval_s=idle_interval_s(options.timeout_s),
-        )
-        with closing(streams.events()) as events:
+        with closing(_streams(ranges, lease_id, options).events()) as events:
             for event in events:
                 if isinstance(event, SnapshotStart):
                     range_ = ranges[event.partition]

@@ -11,7 +11,7 @@ from pyspark.sql.types import StructType
 from upr_protocol.client import BlockingConsumer, ChunkReceived, ResumeState
 from upr_protocol.errors import UprError
 from upr_protocol.failover import Position
-from upr_protocol.ids import Operation, SeqNo
+from upr_protocol.ids import Operation, PartitionId, SeqNo
 from upr_protocol.limits import WINDOW_BYTES_MIN
 from upr_protocol.spark.batch_reader import options_of_buckets
 from upr_protocol.spark.driver_client import BucketDriverClient
@@ -63,8 +63,8 @@ def sample(buckets: Sequence[ReadOptions]) -> Iterator[bytes]:
             yield value
 
 
-def _newest_values(options: ReadOptions, count: int) -> Iterator[bytes]:
-    """At least so many values, if there are."""
+def _starts(options: ReadOptions, count: int) -> dict[PartitionId, Position]:
+    """Where to read at least so many values from, if there are; nowhere if there are none."""
     driver = BucketDriverClient(options)
     try:
         seqnos, infos = driver.seqnos(), driver.partition_infos()
@@ -75,20 +75,27 @@ def _newest_values(options: ReadOptions, count: int) -> Iterator[bytes]:
         nonempty_partitions[:PARTITIONS_READ] if _reads_all_keys(options) else nonempty_partitions
     )
     if not chosen_partitions or not count:
-        return
+        return {}
     share = -(-count // len(chosen_partitions)) if _reads_all_keys(options) else SeqNo(1 << 62)
     starts = {
         partition: SeqNo(max(0, seqnos[partition].high_seq - share))
         for partition in chosen_partitions
     }
-    positions = {
+    return {
         partition: Position(infos[partition].log, start, start, None)
         for partition, start in starts.items()
     }
+
+
+def _newest_values(options: ReadOptions, count: int) -> Iterator[bytes]:
+    """At least so many values, if there are."""
+    positions = _starts(options, count)
+    if not positions:
+        return
     try:
         with BlockingConsumer(
             options.address,
-            partitions=sorted(chosen_partitions),
+            partitions=sorted(positions),
             resume=ResumeState(options.address.bucket, positions),
             # The end is not the numbers above: after a crash the server may have yet to reach them.
             end="now",

@@ -123,15 +123,7 @@ class WriteOptions:
         )
         columns = _Columns(schema)
         address = source_options.address()
-        operation = source_options.choice("operation", "upsert", (*OPERATIONS, APPLY))
-        operation_text = source_options.text("operationColumn", None)
-        operation_column = None
-        if operation == APPLY:
-            operation_column = columns.named(
-                "operationColumn", operation_text or "op", (types.StringType,), "text"
-            )
-        elif operation_text is not None:
-            raise OptionError('operationColumn goes with .option("operation", "apply")')
+        operation, operation_column = _operation(source_options, columns)
         keys = columns.several("keyColumn", source_options.text("keyColumn", "key"))
         flags = columns.optional(
             "flagsColumn", source_options, (types.IntegralType,), "a whole number"
@@ -180,6 +172,18 @@ class WriteOptions:
         )
         source_options.refuse_unknown()
         return write_options
+
+
+def _operation(source_options: SourceOptions, columns: _Columns) -> tuple[str, ColumnPath | None]:
+    """What is done with every row, or `apply` with the column that says it."""
+    operation = source_options.choice("operation", "upsert", (*OPERATIONS, APPLY))
+    column_text = source_options.text("operationColumn", None)
+    if operation == APPLY:
+        name = column_text or "op"
+        return operation, columns.named("operationColumn", name, (types.StringType,), "text")
+    if column_text is not None:
+        raise OptionError('operationColumn goes with .option("operation", "apply")')
+    return operation, None
 
 
 def _check_field_names(values: Sequence[ColumnPath]) -> None:
