@@ -431,22 +431,14 @@ def scan(
     is_summary = count or min_key or max_key
     if is_summary and limit is not None:
         raise click.UsageError("--count, --min and --max look at all entries; leave out --limit")
-    for end, is_exclusive, key in (("from", from_exclusive, low), ("to", to_exclusive, high)):
-        if is_exclusive and key is None:
-            raise click.UsageError(f"--{end}-exclusive is about --{end}; give that, too")
+    between = _between(low, high, from_exclusive=from_exclusive, to_exclusive=to_exclusive)
     if consistency == "at_least" and not written:
         raise click.UsageError("--consistency at_least needs --written, a change to wait for")
     if written and consistency == "now":
         consistency = "at_least"
     ranges_to_scan = [IndexRange(prefix=prefix) for prefix in prefixes]
     ranges_to_scan += [IndexRange(low=lowest, high=highest) for lowest, highest in ranges]
-    if low is not None or high is not None:
-        ranges_to_scan.append(
-            {
-                "low": None if low is None else (low, not from_exclusive),
-                "high": None if high is None else (high, not to_exclusive),
-            }
-        )
+    ranges_to_scan += between
     range_: dict[str, Any] = {"ranges": ranges_to_scan or [{}], "distinct": distinct or 0}
     freshness: dict[str, Any] = {
         "consistency": consistency,
@@ -474,3 +466,20 @@ def scan(
         with closing(entries):
             for entry in islice(entries, limit):
                 print_json(entry)
+
+
+def _between(
+    low: list[Any] | None, high: list[Any] | None, *, from_exclusive: bool, to_exclusive: bool
+) -> list[IndexRange]:
+    """The range between --from and --to; none if neither is given."""
+    for end, is_exclusive, key in (("from", from_exclusive, low), ("to", to_exclusive, high)):
+        if is_exclusive and key is None:
+            raise click.UsageError(f"--{end}-exclusive is about --{end}; give that, too")
+    if low is None and high is None:
+        return []
+    return [
+        {
+            "low": None if low is None else (low, not from_exclusive),
+            "high": None if high is None else (high, not to_exclusive),
+        }
+    ]
