@@ -258,16 +258,17 @@ class Designs:
             abandon_on_cancel=True,
         )
         running_designs = {name.design for name in self._definitions}
-        kept_indexes = [
-            name for name in self._definitions if not (is_whole or name.design in announced_texts)
-        ]
-        definitions, surplus = _within_limit(designs, running_designs, kept_indexes)
+        kept_definitions = {
+            name: definition
+            for name, definition in self._definitions.items()
+            if not (is_whole or name.design in announced_texts)
+        }
+        definitions, surplus = _within_limit(designs, running_designs, kept_definitions)
         self._mistakes = mistakes | surplus | self._left_out()
         merged_definitions = {
             name: definition
             for name, definition in self._definitions.items()
-            if definitions.get(name) == definition
-            or not (is_whole or name.design in announced_texts)
+            if definitions.get(name) == definition or name in kept_definitions
         }
         for name, definition in definitions.items():
             merged_definitions.setdefault(name, definition)

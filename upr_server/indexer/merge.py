@@ -38,14 +38,7 @@ def merged_entries(
         descending: Whether the highest entry comes first.
         distinct: Whether the entries are beginnings of keys, which several slices may have.
     """
-    ended_by: EndedBy = "ranges"
-    bound: bytes | None = None
-    for answer in answers:
-        if answer.ended_by == "ranges":
-            continue
-        last_entry = answer.entries[-1]
-        if bound is None or (last_entry > bound if descending else last_entry < bound):
-            bound, ended_by = last_entry, answer.ended_by
+    bound, ended_by = _first_end(answers, descending=descending)
     entries: list[bytes]
     payloads: list[bytes] = []
     if any(answer.payloads for answer in answers):
@@ -70,6 +63,20 @@ def merged_entries(
     elif end < len(entries):
         ended_by = "limit"
     return ScanResult(entries[:end], payloads[:end], ended_by, _total_read_counts(answers))
+
+
+def _first_end(answers: Sequence[SliceAnswer], *, descending: bool) -> tuple[bytes | None, EndedBy]:
+    """The last entry of the answer that ends first among those behind which a slice may have more,
+    and why it ends there; None if every slice has answered all."""
+    bound: bytes | None = None
+    ended_by: EndedBy = "ranges"
+    for answer in answers:
+        if answer.ended_by == "ranges":
+            continue
+        last_entry = answer.entries[-1]
+        if bound is None or (last_entry > bound if descending else last_entry < bound):
+            bound, ended_by = last_entry, answer.ended_by
+    return bound, ended_by
 
 
 def merged_summary(answers: Sequence[SliceAnswer], *, counts: bool) -> EntrySummary:

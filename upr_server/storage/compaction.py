@@ -131,35 +131,21 @@ class Compaction:
             self._live_seqs = None
             return self._unchanged_step()
         rewrite = _Rewrite()
-        leased_ranges = _merged(leases)
-        dropped_seqs: list[int] = []
-        left_bytes: Counter[tuple[int, int]] = Counter()
-        purged_tombstones: list[tuple[bytes, int]] = []
+        purge_through = min(self._left_after, high - 1)
+        selection = _Selection(live_seqs, _merged(leases), purge_before_cas, purge_through)
         for chunk in chunks:
-            seqs = chunk.seqs.tolist()
-            are_live = live_seqs.are_live(seqs)
-            keep = bytearray(are_live)
-            if leased_ranges:
-                for row, seq in enumerate(seqs):
-                    keep[row] = keep[row] or _is_leased(seq, leased_ranges)
-            purge_through = min(self._left_after, high - 1)
-            purged_tombstones += _purge(chunk, keep, purge_before_cas, purge_through)
-            if leased_ranges:
-                left_bytes.update(_left_bytes(chunk, are_live, keep, leased_ranges))
-            if lapsed_leases:
-                dropped_seqs += [
-                    seq for seq, is_kept in zip(seqs, keep, strict=True) if not is_kept
-                ]
-            rewrite.add(chunk, keep)
+            rewrite.add(chunk, selection.rows_to_keep(chunk, notes_dropped=bool(lapsed_leases)))
         replaced_chunks, new_chunks = rewrite.finish()
         broken_leases = [
-            lease for lease in lapsed_leases if _covers_any(lease, partition, dropped_seqs)
+            lease
+            for lease in lapsed_leases
+            if _covers_any(lease, partition, selection.dropped_seqs)
         ]
         purge_seq, grown_bytes = self._replace(
-            replaced_chunks, new_chunks, purged_tombstones, broken_leases
+            replaced_chunks, new_chunks, selection.purged_tombstones, broken_leases
         )
         # This is noted only after the commit: a step that finds no space is repeated.
-        self.left_bytes.update(left_bytes)
+        self.left_bytes.update(selection.left_bytes)
         if chunks:
             self.seq = chunks[-1].end
         return CompactionStep(
@@ -168,7 +154,7 @@ class Compaction:
             and (len(due_chunks) < len(read_chunks) or self.seq >= self.through),
             grown_bytes,
             purge_seq,
-            purged_tombstones,
+            selection.purged_tombstones,
             [lease.lease_id for lease in broken_leases],
         )
 
@@ -297,6 +283,54 @@ def _purge(chunk: Chunk, keep: bytearray, before_cas: int, through: int) -> list
             keep[row] = 0
             purged_tombstones.append((chunk.key(row), seq))
     return purged_tombstones
+
+
+class _Selection:
+    """Decides which mutations of successive chunks are kept, and gathers what becomes of others.
+
+    Args:
+        live_seqs: The mutations that the index names.
+        leased_ranges: Rising ranges of which every mutation is kept.
+        purge_before_cas: Tombstones with a lower CAS are old enough to be dropped,
+        purge_through: those up to this number.
+
+    Attributes:
+        dropped_seqs: The numbers of what is not kept, if they are noted.
+        left_bytes: About how many bytes of superseded mutations each leased range makes it keep.
+        purged_tombstones: Key and sequence number of each tombstone that is not kept.
+    """
+
+    def __init__(
+        self,
+        live_seqs: LiveSeqs,
+        leased_ranges: list[tuple[int, int]],
+        purge_before_cas: int,
+        purge_through: int,
+    ) -> None:
+        self.dropped_seqs: list[int] = []
+        self.left_bytes: Counter[tuple[int, int]] = Counter()
+        self.purged_tombstones: list[tuple[bytes, int]] = []
+        self._live_seqs = live_seqs
+        self._leased_ranges = leased_ranges
+        self._purge_before_cas = purge_before_cas
+        self._purge_through = purge_through
+
+    def rows_to_keep(self, chunk: Chunk, *, notes_dropped: bool) -> bytearray:
+        """For each row of a chunk 1 if it is kept, and 0 if not."""
+        seqs = chunk.seqs.tolist()
+        are_live = self._live_seqs.are_live(seqs)
+        keep = bytearray(are_live)
+        if self._leased_ranges:
+            for row, seq in enumerate(seqs):
+                keep[row] = keep[row] or _is_leased(seq, self._leased_ranges)
+        self.purged_tombstones += _purge(chunk, keep, self._purge_before_cas, self._purge_through)
+        if self._leased_ranges:
+            self.left_bytes.update(_left_bytes(chunk, are_live, keep, self._leased_ranges))
+        if notes_dropped:
+            self.dropped_seqs += [
+                seq for seq, is_kept in zip(seqs, keep, strict=True) if not is_kept
+            ]
+        return keep
 
 
 class _Rewrite:

@@ -82,16 +82,7 @@ class BucketDump:
                     yield self._left_out(partition, str(error))
 
     def _dump_partition(self, partition: int) -> Iterator[Finding]:
-        record: PartitionRecord | None = None
-        damage = ""
-        try:
-            with self._log.read() as transaction:
-                key = partition_key(PARTITION, partition)
-                stored_value = transaction.get(key)
-                if stored_value is not None:
-                    record = parse_record(key, stored_value, PartitionRecord)
-        except StorageError as error:
-            damage = str(error)
+        record, damage = self._record(partition)
         through = SEQS_END
         if record is not None and record.partial is not None and not self._options.history:
             # A replica has the beginning of a snapshot, without which its state is consistent.
@@ -121,6 +112,18 @@ class BucketDump:
                 ]
                 _write_all(self._output, b"".join(lines))
                 yield Progress(1, chunk.nbytes, chunk.count)
+
+    def _record(self, partition: int) -> tuple[PartitionRecord | None, str]:
+        """A partition's record. None if there is none, or if it is damaged: then with how."""
+        try:
+            with self._log.read() as transaction:
+                key = partition_key(PARTITION, partition)
+                stored_value = transaction.get(key)
+                if stored_value is None:
+                    return None, ""
+                return parse_record(key, stored_value, PartitionRecord), ""
+        except StorageError as error:
+            return None, str(error)
 
     def _chunks(self, partition: int, through: int) -> Iterator[Chunk | str]:
         """The chunks up to a number that can be read; for each of the others, what is wrong with
