@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from itertools import groupby
+from pathlib import Path
 from random import Random
 from typing import Any, Final
 
@@ -19,6 +20,7 @@ from upr_server.storage.bucket_maintenance import STEPS_URGENT, STEPS_WASTEFUL, 
 from upr_server.storage.bucket_storage import BucketStorage
 from upr_server.storage.chunk_log import COMMIT_RESERVE_BYTES
 from upr_server.storage.errors import CorruptionError, DiskFullError, StorageError
+from upr_server.storage.lmdb_ordered_map import LmdbOrderedMap
 from upr_server.storage.ordered_map import OrderedMap
 from upr_server.storage.partition_write import PartitionWrite
 from upr_server.storage.records import BucketRecord
@@ -484,6 +486,33 @@ def test_the_purge_number_is_reported_even_if_the_index_fails(
     assert failed == isinstance(error, CorruptionError)
     assert any(purge_seqs)
     assert purge_seqs == [partition.purge_seq for partition in bucket.log.load().partitions]
+
+
+def test_a_damaged_index_of_which_some_entries_were_deleted_stops_its_partition_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Somebody has overwritten the index while the server runs."""
+    monkeypatch.setattr(bucket_maintenance, "INDEX_DELETE_KEYS", 1)
+    log, index = LmdbOrderedMap(tmp_path / "log", is_summed=True), index_map(tmp_path)
+    bucket = new_bucket(log, index)
+    model = Model(PARTITIONS)
+    overwrite(bucket, model, Random(1), 200)
+    partition = model.highs.index(200)
+    tidy(bucket, urgent=True)
+    assert bucket.delete_index_entries(partition)
+    with (tmp_path / "index" / "data.mdb").open("r+b") as file:
+        file.write(b"\xaa" * 8192)
+    (step,) = tidy(bucket, urgent=True)
+    assert (step.partition, step.is_stuck) == (partition, True)
+    assert "index/data.mdb is damaged" in step.damage
+    figures = bucket.statistics()
+    assert figures["index"] == {"bytes_used": 0, "bytes_in_file": 0}
+    assert figures["damaged"] == step.damage
+    bucket.close()
+
+
+def index_map(path: Path) -> LmdbOrderedMap:
+    return LmdbOrderedMap(path / "index", copies_values=True, is_derived=True)
 
 
 def test_a_sequence_number_too_high_for_the_index_affects_its_partition_alone(

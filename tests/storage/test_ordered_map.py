@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import re
 import resource
 import subprocess
 import sys
 import tracemalloc
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from random import Random
 from tempfile import TemporaryDirectory
 from types import SimpleNamespace
 from typing import Final
@@ -517,6 +519,62 @@ with writer.write() as transaction:
 """
     subprocess.run([sys.executable, "-c", program], check=True)
     assert get(reader, b"b") == bytes(4 * MAP_BYTES)
+    assert get(reader, b"a") == b"1"
+    reader.close()
+
+
+META_PAGES: Final = {
+    "zeros": bytes(8192),
+    "ones": b"\xff" * 8192,
+    "some": b"\xaa" * 8192,
+    "random": Random(1).randbytes(8192),
+}
+
+
+def overwrite_meta_pages(path: Path, content: bytes) -> None:
+    with (path / "data.mdb").open("r+b") as file:
+        file.write(content)
+
+
+@pytest.mark.parametrize("content", META_PAGES.values(), ids=META_PAGES.keys())
+@pytest.mark.parametrize("is_derived", [False, True])
+def test_meta_pages_that_are_overwritten_in_an_open_file_are_damage(
+    tmp_path: Path, content: bytes, *, is_derived: bool
+) -> None:
+    """They may name any number of pages: the map is neither grown for that, nor full."""
+    damaged = LmdbOrderedMap(tmp_path, bytes_max=MAP_BYTES, is_derived=is_derived)
+    put(damaged, [(b"a", b"1")])
+    put(damaged, [(b"b", b"1")])
+    overwrite_meta_pages(tmp_path, content)
+    name = re.escape(f"{tmp_path}/data.mdb is damaged: ")
+    for _ in range(2):
+        with pytest.raises(CorruptionError, match=name):
+            contents(damaged)
+        with pytest.raises(CorruptionError, match=name):
+            damaged.statistics()
+        for reserve_bytes in 0, MAP_BYTES // 2:
+            error = CorruptionError if is_derived else StoreFailedError
+            with (
+                pytest.raises(error, match=f"{name}.*; st.* the server again: it "),
+                damaged.write(reserve_bytes=reserve_bytes) as transaction,
+            ):
+                transaction.put(b"a", b"2")
+    damaged.close()
+
+
+@pytest.mark.parametrize("content", META_PAGES.values(), ids=META_PAGES.keys())
+def test_a_reader_does_not_follow_damaged_meta_pages(tmp_path: Path, content: bytes) -> None:
+    first = LmdbOrderedMap(tmp_path, bytes_max=MAP_BYTES)
+    put(first, [(b"a", b"1")])
+    first.close()
+    reader = LmdbOrderedMap(tmp_path, readonly=True, bytes_max=MAP_BYTES)
+    assert get(reader, b"a") == b"1"
+    meta_pages = (tmp_path / "data.mdb").read_bytes()[:8192]
+    overwrite_meta_pages(tmp_path, content)
+    for _ in range(2):
+        with pytest.raises(CorruptionError, match=r"/data.mdb is damaged: "):
+            get(reader, b"a")
+    overwrite_meta_pages(tmp_path, meta_pages)
     assert get(reader, b"a") == b"1"
     reader.close()
 

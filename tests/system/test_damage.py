@@ -51,8 +51,8 @@ def in_partition(items: Mapping[bytes, bytes], partition: int = DAMAGED) -> dict
     return {key: items[key] for key in items if partition_of(key, PARTITIONS) == partition}
 
 
-async def write(server: ServerProcess, items: Mapping[bytes, bytes]) -> None:
-    async with publisher(server.url(BUCKET), durability=Durability.PERSISTED) as sink:
+async def write(server: ServerProcess, items: Mapping[bytes, bytes], bucket: str = BUCKET) -> None:
+    async with publisher(server.url(bucket), durability=Durability.PERSISTED) as sink:
         for key, value in items.items():
             await sink.set(key, value)
 
@@ -351,6 +351,83 @@ async def test_a_partition_that_is_damaged_while_the_server_runs_is_refused_and_
     ):
         await assert_refused(server, client)
         assert_same(await server_contents(client, expected), expected, PARTITIONS)
+
+
+# Files that somebody overwrites while the server runs.
+
+
+def overwrite_meta_pages(data: Path, part: str) -> None:
+    with (data / "buckets" / BUCKET / part / "data.mdb").open("r+b") as file:
+        file.write(b"\xaa" * 8192)
+
+
+async def served(server: ServerProcess, bucket: str, items: Mapping[bytes, bytes]) -> None:
+    async with connect(server.url(bucket)) as client:
+        assert_same(await server_contents(client, items), items, PARTITIONS)
+
+
+async def test_an_index_that_is_overwritten_while_the_server_runs_costs_nothing(
+    tmp_path: Path,
+) -> None:
+    """The server says which file to delete, and serves all the other buckets."""
+    data = tmp_path / "data"
+    index = data / "buckets" / BUCKET / "index" / "data.mdb"
+    async with server_process(data_dir=data, errors=LOGGED) as server:
+        async with connect(server.url()) as client:
+            for bucket in BUCKET, "other":
+                await client.create_bucket(bucket, PARTITIONS)
+        await write(server, FIRST)
+        overwrite_meta_pages(data, "index")
+        await write(server, SECOND)
+        events = await server.logged(LOGGED[0], PARTITIONS)
+        assert {event["bucket"] for event in events} == {BUCKET}
+        advice = f"{index} is damaged: its meta pages are not what was written; stop the server, d"
+        assert all(event["error"].startswith(advice) for event in events), events
+        await write(server, THIRD)
+        await write(server, FIRST, "other")
+        await served(server, BUCKET, {**FIRST, **SECOND, **THIRD})
+        await served(server, "other", FIRST)
+        async with connect(server.url()) as client:
+            figures = (await client.stats(BUCKET))["disk"]
+            assert figures["damaged"].startswith(advice)
+            assert (await client.stats("other"))["disk"]["damaged"] == ""
+    async with server_process(data_dir=data, errors=[DAMAGED_BUCKET]) as server:
+        await served(server, "other", FIRST)
+        with pytest.raises(ServerError, match=f"{index} cannot .* delete this file") as refusal:
+            await served(server, BUCKET, FIRST)
+        assert refusal.value.status is Status.DAMAGED
+    index.unlink()
+    async with server_process(data_dir=data) as server:
+        await served(server, BUCKET, {**FIRST, **SECOND, **THIRD})
+        await served(server, "other", FIRST)
+
+
+async def test_a_log_that_is_overwritten_while_the_server_runs_costs_its_bucket_alone(
+    tmp_path: Path,
+) -> None:
+    """The server stops: the system may have written it, and nobody knows where. What the next start
+    refuses is the damaged bucket."""
+    data = tmp_path / "data"
+    stopped = ("the server has to stop",)
+    async with server_process(data_dir=data, errors=stopped) as server:
+        async with connect(server.url()) as client:
+            for bucket in BUCKET, "other":
+                await client.create_bucket(bucket, PARTITIONS)
+        await write(server, FIRST)
+        await write(server, FIRST, "other")
+        overwrite_meta_pages(data, "log")
+        async with connect(server.url(BUCKET)) as client:
+            with pytest.raises(UprError):
+                await client.set(b"new", b"new", durability=Durability.PERSISTED)
+        assert await server.wait() == 1
+        log = data / "buckets" / BUCKET / "log" / "data.mdb"
+        last_line = server.log_text.splitlines()[-1]
+        assert last_line.startswith(f"upr-server: {log} is damaged: ")
+        assert last_line.endswith(
+            "start the server again: it refuses this bucket, and serves the others"
+        )
+    async with server_process(data_dir=data, errors=[DAMAGED_BUCKET]) as server:
+        await served(server, "other", FIRST)
 
 
 async def test_a_damaged_lease_is_lost_and_no_other(tmp_path: Path) -> None:

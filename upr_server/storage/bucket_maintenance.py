@@ -272,7 +272,11 @@ class BucketMaintenance:
         if usage.has_old_entries:
             # They would count as items that are overwritten; and the log may have been truncated
             # since, to an end below what they name.
-            usage.has_old_entries = self.delete_entries(partition)
+            try:
+                usage.has_old_entries = self.delete_entries(partition)
+            except CorruptionError as error:
+                usage.is_stuck = True
+                return (), str(error)
             return (), ""
         # What stays unindexed is shared out among the partitions in proportion to their lags. The
         # first comes at least so far, and no other one further.

@@ -269,14 +269,21 @@ class BucketStorage:
         return has_more
 
     def statistics(self) -> dict[str, object]:
-        """Figures; sizes in bytes."""
+        """Figures; sizes in bytes, 0 for a file that tells none as it is damaged."""
+        file_damage, figures = "", dict[str, dict[str, int]]()
+        for part, ordered_map in (("log", self.log.ordered_map), ("index", self.index.ordered_map)):
+            try:
+                figures[part] = ordered_map.statistics()
+            except CorruptionError as error:
+                figures[part] = {"bytes_used": 0, "bytes_in_file": 0}
+                file_damage = file_damage or str(error)
+        damages = (usage.damage for usage in self._partitions if usage.damage)
         return {
-            "log": self.log.ordered_map.statistics(),
-            "index": self.index.ordered_map.statistics(),
+            **figures,
             "chunk_bytes": sum(usage.chunk_bytes for usage in self._partitions),
             "commits": self._commits,
             "compactions": self.maintenance.compactions,
-            "damaged": next((usage.damage for usage in self._partitions if usage.damage), ""),
+            "damaged": file_damage or next(damages, ""),
             "damaged_partitions": [
                 partition for partition, usage in enumerate(self._partitions) if usage.damage
             ],

@@ -289,7 +289,7 @@ class DataDirectory:
     def _open(self, path: Path) -> tuple[OrderedMap, OrderedMap]:
         log = self._open_map(path / "log", is_summed=True)
         try:
-            index = self._open_map(path / "index", copies_values=True)
+            index = self._open_map(path / "index", copies_values=True, is_derived=True)
         except StorageError:
             log.close()
             raise
@@ -305,7 +305,12 @@ class DataDirectory:
         return log, index
 
     def _open_map(
-        self, path: Path, *, is_summed: bool = False, copies_values: bool = False
+        self,
+        path: Path,
+        *,
+        is_summed: bool = False,
+        copies_values: bool = False,
+        is_derived: bool = False,
     ) -> LmdbOrderedMap:
         return LmdbOrderedMap(
             path,
@@ -313,6 +318,7 @@ class DataDirectory:
             bytes_max=self._bytes_max,
             is_summed=is_summed,
             copies_values=copies_values,
+            is_derived=is_derived,
         )
 
     def create(self, name: str, fill: Callable[[OrderedMap, OrderedMap], None]) -> None:

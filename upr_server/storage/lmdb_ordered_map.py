@@ -60,11 +60,28 @@ from its meta page's is refused. (So is a copy whose commits were renumbered: `m
 _COMMIT: Final = Struct("<QQ")
 """The commit's number, and the sum of the marks of all records; 0 if the map keeps none."""
 
+_DAMAGE_ERRORS: Final = (
+    lmdb.InvalidError,
+    lmdb.CorruptedError,
+    lmdb.PageNotFoundError,
+    lmdb.VersionMismatchError,
+    lmdb.IncompatibleError,
+    lmdb.MapResizedError,
+)
+"""What LMDB finds in a file that somebody else has changed. It writes nothing then. (Where the file
+may have been grown by its writer, `_begin` follows.)"""
+
 _DAMAGED_FRONTS_MAX: Final = 64
 """How many damaged records `verify` looks at one by one. Their number is that of single accidents:
 a file that holds more is damaged as a whole."""
 
 _SUM_END: Final = 1 << 64
+
+_META_MAGIC: Final = Struct("<16xI")
+_MAGIC: Final = 0xBEEFC0DE
+"""What each meta page has in its first field. No commit changes it."""
+
+_OTHER_META: Final = "its meta pages are not what was written"
 
 _META_TRANSACTION: Final = Struct("<144xQ")
 """The number of a meta page's commit. Before it stand the descriptions of two trees."""
@@ -83,6 +100,8 @@ class LmdbOrderedMap:
         is_summed: Whether commits keep a sum over all records, for `verify`. It costs them a
             look-up of everything that they replace.
         copies_values: Whether what is read is copied, which is cheaper for short values.
+        is_derived: Whether what it holds can be made again from another map. Then damage that a
+            write meets is no failure of the disk, and errors say what to do.
 
     Raises:
         DataDirectoryError: It cannot be opened.
@@ -98,12 +117,14 @@ class LmdbOrderedMap:
         is_alone: bool = False,
         is_summed: bool = False,
         copies_values: bool = False,
+        is_derived: bool = False,
     ) -> None:
         self._path = path
         self._is_readonly = readonly
         self._is_alone = is_alone
         self._is_summed = is_summed
         self._copies_values = copies_values
+        self._is_derived = is_derived
         self._bytes_max = bytes_max
         self._reads_open = 0
         self._open(self._map_bytes_wanted())
@@ -155,6 +176,8 @@ class LmdbOrderedMap:
             # the file holds; that of another version of LMDB's format has the number 0.
             code = getattr(error, "code", 0)
             if code <= 0 or code in WRONG_TYPES:
+                if self._is_derived and code <= 0:
+                    raise self._damage(f"cannot be opened: {error}") from error
                 raise CorruptionError(f"{self._path} cannot be opened: {error}") from error
             raise DataDirectoryError(f"{self._path} cannot be opened: {error}") from error
 
@@ -323,8 +346,21 @@ class LmdbOrderedMap:
         try:
             return self._new_transaction()
         except lmdb.MapResizedError:
+            self._check_growth()
             self._follow_growth()
             return self._new_transaction()
+
+    def _check_growth(self) -> None:
+        """Checks that a file which has more pages than this map was grown by its writer: damaged
+        meta pages may say so, too, and LMDB would give up the map for what they say. The writer
+        itself grows a map before it writes the pages."""
+        with open(self._path / "data.mdb", "rb") as file:
+            pages = [file.read(self._page_bytes) for _ in range(2)]
+        if not self._is_readonly or any(
+            len(page) < _META_MAGIC.size or _META_MAGIC.unpack_from(page) != (_MAGIC,)
+            for page in pages
+        ):
+            raise self._damage(f"is damaged: {_OTHER_META}")
 
     def _new_transaction(self, *, write: bool = False) -> lmdb.Transaction:
         if self._copies_values:
@@ -335,10 +371,14 @@ class LmdbOrderedMap:
     def write(self, *, reserve_bytes: int = 0) -> Iterator[_WriteTransaction]:
         with self._translated(writing=True):
             self._grow()
-            if reserve_bytes and self.free_bytes < reserve_bytes:
-                raise self._no_reserve(reserve_bytes)
             with self._new_transaction(write=True) as transaction:
-                total = self._sum(transaction, transaction.id() - 1)
+                # This comes first: what damaged meta pages say of the room is not true.
+                try:
+                    total = self._sum(transaction, transaction.id() - 1)
+                except CorruptionError as error:
+                    raise self._damage(f"is damaged: {error}", writing=True) from error
+                if reserve_bytes and self.free_bytes < reserve_bytes:
+                    raise self._no_reserve(reserve_bytes)
                 changes = _WriteTransaction(transaction, self._is_summed)
                 yield changes
                 if changes.is_changed:
@@ -359,9 +399,27 @@ class LmdbOrderedMap:
                 # LMDB has aborted the transaction, before or while its pages were written. The meta
                 # page still names the commit before.
                 raise self._disk_full(error) from error
+            if isinstance(error, _DAMAGE_ERRORS):
+                reason = _OTHER_META if isinstance(error, lmdb.MapResizedError) else error
+                raise self._damage(f"is damaged: {reason}", writing=writing) from error
             if writing:
-                raise StoreFailedError(f"the disk failed: {error}") from error
-            raise CorruptionError(f"the store cannot be read: {error}") from error
+                raise StoreFailedError(f"the disk failed: {self._path}: {error}") from error
+            raise CorruptionError(f"{self._path} cannot be read: {error}") from error
+
+    def _damage(self, text: str, *, writing: bool = False) -> StorageError:
+        """The error for a file that somebody else has changed."""
+        if self._is_derived:
+            return CorruptionError(
+                f"{self._path}/data.mdb {text}; stop the server, delete this file, and start the "
+                "server again: it makes the file again from the log"
+            )
+        if writing:
+            # The system may have changed it, and lost what was written.
+            return StoreFailedError(
+                f"{self._path}/data.mdb {text}; start the server again: it refuses this bucket, "
+                "and serves the others"
+            )
+        return CorruptionError(f"{self._path}/data.mdb {text}")
 
     def _disk_full(self, error: Exception) -> DiskFullError:
         if isinstance(error, lmdb.MapFullError) and self._is_set_smaller_than_disk:
@@ -419,7 +477,7 @@ class LmdbOrderedMap:
 
     def statistics(self) -> dict[str, int]:
         """Bytes in use, and in the file."""
-        with self._translated():
+        with self.read():  # damaged meta pages name no true sizes
             return {"bytes_used": self._used_bytes, "bytes_in_file": self._file_bytes}
 
     def close(self) -> None:
