@@ -465,6 +465,53 @@ def test_the_error_of_a_full_disk_says_what_is_full_and_what_to_do(
     full.close()
 
 
+@pytest.fixture
+def limit_file_size() -> Iterator[Callable[[int], None]]:
+    """Sets how large the system lets this process make files."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    yield lambda nbytes: resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, limits[1]))
+    resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+
+@pytest.mark.parametrize("is_limited_at_start", [False, True])
+def test_a_limit_of_file_sizes_is_a_full_disk_until_it_is_raised(
+    tmp_path: Path, limit_file_size: Callable[[int], None], *, is_limited_at_start: bool
+) -> None:
+    """A write that crosses the limit would be cut in the middle."""
+    limit, advice = 3 * MAP_BYTES // 2 + 1, r"\(ulimit -f\).*`prlimit --fsize=unlimited --pid \d+`$"
+    if is_limited_at_start:
+        limit_file_size(limit)
+    full = LmdbOrderedMap(tmp_path, bytes_max=4 * MAP_BYTES)
+    put(full, [(b"first", bytes(MAP_BYTES))])
+    limit_file_size(limit)
+    for reserve_bytes in 0, MAP_BYTES // 2:
+        with (
+            pytest.raises(DiskFullError, match=advice),
+            full.write(reserve_bytes=reserve_bytes) as transaction,
+        ):
+            transaction.put(b"second", bytes(MAP_BYTES))
+    assert full.free_bytes < MAP_BYTES // 2
+    put(full, [(b"small", b"1")])
+    limit_file_size(4 * MAP_BYTES)
+    put(full, [(b"second", bytes(MAP_BYTES))])
+    assert contents(full).keys() == {b"first", b"small", b"second"}
+    full.close()
+
+
+def test_nothing_is_written_where_the_limit_of_file_sizes_is_below_the_files(
+    tmp_path: Path, limit_file_size: Callable[[int], None]
+) -> None:
+    full = LmdbOrderedMap(tmp_path)
+    put(full, [(b"first", bytes(MAP_BYTES))])
+    limit_file_size(MAP_BYTES // 2)
+    with pytest.raises(DiskFullError, match="has 0 bytes left"), full.write(reserve_bytes=1):
+        pytest.fail("there is room")
+    with pytest.raises(DiskFullError, match=r"has no room left: .*`prlimit "):
+        put(full, [(b"second", bytes(MAP_BYTES))])
+    assert contents(full) == {b"first": bytes(MAP_BYTES)}
+    full.close()
+
+
 @pytest.mark.parametrize("is_left", [True, False])
 def test_without_room_for_a_lock_file_a_map_is_not_opened(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_left: bool

@@ -7,6 +7,7 @@ Whatever is refused is refused in one sentence, and nothing in the directory is 
 from __future__ import annotations
 
 import os
+import resource
 import shutil
 import signal
 import subprocess
@@ -597,6 +598,26 @@ async def test_a_limit_of_the_configuration_is_a_full_disk(data: Path) -> None:
         async with connect(server.url(BUCKET)) as client:
             assert_same(await server_contents(client, expected), expected, PARTITIONS)
         await write(server, {b"again": b"value"})
+
+
+async def test_a_limit_of_file_sizes_is_a_full_disk_until_it_is_raised(data: Path) -> None:
+    def limit(server: ServerProcess, nbytes: int) -> None:
+        for pid in server.process.pid, *children_of(server.process.pid):
+            resource.prlimit(pid, resource.RLIMIT_FSIZE, (nbytes, resource.RLIM_INFINITY))
+
+    async with server_process(data_dir=data, errors=[FULL]) as server:
+        limit(server, (RESERVE_MB + 6) * MB)
+        async with connect(server.url(BUCKET)) as client:
+            acknowledged, _ = await fill_up(client, "full")
+            expected = {**ITEMS, **acknowledged}
+            assert_same(await server_contents(client, expected), expected, PARTITIONS)
+            (event, *_) = await server.logged(FULL)
+            assert "(ulimit -f)" in event["error"]
+            assert f"`prlimit --fsize=unlimited --pid {worker(server, 'writer')}`" in event["error"]
+            limit(server, resource.RLIM_INFINITY)
+        await write(server, {b"again": b"value"})
+    async with server_process(data_dir=data) as server, connect(server.url(BUCKET)) as client:
+        assert_same(await server_contents(client, expected), expected, PARTITIONS)
 
 
 async def test_stopped_and_started_on_a_disk_without_room(data: Path, tmp_path: Path) -> None:

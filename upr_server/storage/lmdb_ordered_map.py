@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import errno
 import os
+import resource
+import sys
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -40,6 +42,9 @@ setting `disk_bytes_max` gives a bucket more."""
 
 MAP_BYTES_MIN: Final = 1024 * 1024
 """The smallest memory map that works."""
+
+PAGE_BYTES: Final = resource.getpagesize()
+"""What the size of a memory map is a multiple of."""
 
 MAP_BYTES_TO_SPARE: Final = 256 * 1024 * 1024
 """The memory map grows when less than this is left in it. It is more than one commit takes. Some
@@ -195,15 +200,19 @@ class LmdbOrderedMap:
                 )
 
     def _map_bytes_wanted(self) -> int:
-        """How large the memory map should be, given the disk as it is now."""
-        if self._bytes_max:
-            return max(self._bytes_max, MAP_BYTES_MIN)
-        try:
-            disk = os.statvfs(self._path)
-        except OSError:
-            # LMDB makes a folder that is missing, and says what else is wrong with it.
-            return MAP_BYTES_DEFAULT
-        return max(min(disk.f_frsize * disk.f_blocks, MAP_BYTES_DEFAULT), MAP_BYTES_MIN)
+        """How large the memory map should be, given the disk as it is now, and the system's limit
+        of a file's size: a write beyond the map changes nothing, and one beyond the limit may be
+        cut in the middle of a page."""
+        map_bytes = self._bytes_max
+        if not map_bytes:
+            try:
+                disk = os.statvfs(self._path)
+                map_bytes = min(disk.f_frsize * disk.f_blocks, MAP_BYTES_DEFAULT)
+            except OSError:
+                # LMDB makes a folder that is missing, and says what else is wrong with it.
+                map_bytes = MAP_BYTES_DEFAULT
+        file_bytes_max = _file_bytes_max()
+        return max(min(map_bytes, file_bytes_max - file_bytes_max % PAGE_BYTES), MAP_BYTES_MIN)
 
     def _grow(self) -> None:
         """Maps more of the file if it nears the end of the map and the disk has grown."""
@@ -395,7 +404,7 @@ class LmdbOrderedMap:
         except StorageError:
             raise
         except (lmdb.Error, OSError) as error:
-            if _is_full(error):
+            if _is_full(error) or (writing and self._is_cut_by_limit(error)):
                 # LMDB has aborted the transaction, before or while its pages were written. The meta
                 # page still names the commit before.
                 raise self._disk_full(error) from error
@@ -405,6 +414,13 @@ class LmdbOrderedMap:
             if writing:
                 raise StoreFailedError(f"the disk failed: {self._path}: {error}") from error
             raise CorruptionError(f"{self._path} cannot be read: {error}") from error
+
+    def _is_cut_by_limit(self, error: Exception) -> bool:
+        """Whether the system has cut a write at its limit of a file's size, which was lowered since
+        the file was mapped. LMDB calls that an I/O error; the file then ends at the limit."""
+        if getattr(error, "code", 0) != errno.EIO:
+            return False
+        return (self._path / "data.mdb").stat().st_size == _file_bytes_max()
 
     def _damage(self, text: str, *, writing: bool = False) -> StorageError:
         """The error for a file that somebody else has changed."""
@@ -422,7 +438,10 @@ class LmdbOrderedMap:
         return CorruptionError(f"{self._path}/data.mdb {text}")
 
     def _disk_full(self, error: Exception) -> DiskFullError:
-        if isinstance(error, lmdb.MapFullError) and self._is_set_smaller_than_disk:
+        code = getattr(error, "code", 0)
+        if code in (errno.EFBIG, errno.EIO) or (
+            isinstance(error, lmdb.MapFullError) and self._is_set_smaller_than_disk
+        ):
             return self._limit_reached(f"has no room left: {error}")
         return DiskFullError(f"the disk is full: {self._path}: {error}; make room there")
 
@@ -435,6 +454,13 @@ class LmdbOrderedMap:
         )
 
     def _limit_reached(self, text: str) -> DiskFullError:
+        file_bytes_max = _file_bytes_max()
+        if file_bytes_max < self._map_bytes + PAGE_BYTES:
+            return DiskFullError(
+                f"{self._path} may have {file_bytes_max} bytes (ulimit -f), and {text}; release "
+                "leases, or raise the limit of a file's size: `prlimit --fsize=unlimited --pid "
+                f"{os.getpid()}`"
+            )
         return DiskFullError(
             f"{self._path} may have {self._map_bytes} bytes (disk_bytes_max), and {text}; release "
             "leases, or raise disk_bytes_max"
@@ -442,8 +468,10 @@ class LmdbOrderedMap:
 
     @property
     def _is_set_smaller_than_disk(self) -> bool:
-        """Whether a setting bounds the file, or its default does, and not the disk's size."""
-        return bool(self._bytes_max) or self._map_bytes >= MAP_BYTES_DEFAULT
+        """Whether a setting bounds the file, or its default, or the system's limit of a file's
+        size, and not the disk's size."""
+        is_limited = _file_bytes_max() < self._map_bytes + PAGE_BYTES
+        return bool(self._bytes_max) or self._map_bytes >= MAP_BYTES_DEFAULT or is_limited
 
     @property
     def free_bytes(self) -> int:
@@ -452,7 +480,13 @@ class LmdbOrderedMap:
 
     @property
     def _free_in_map(self) -> int:
-        return self._map_bytes - self._used_bytes
+        file_bytes_max = _file_bytes_max()
+        if file_bytes_max >= self._map_bytes:
+            return self._map_bytes - self._used_bytes
+        if file_bytes_max < self._file_bytes:
+            # It was lowered since. Free pages may lie where nothing can be written.
+            return 0
+        return file_bytes_max - self._used_bytes
 
     @property
     def _free_on_disk(self) -> int:
@@ -574,4 +608,11 @@ class _WriteTransaction(_ReadTransaction):
 
 
 def _is_full(error: Exception) -> bool:
-    return isinstance(error, lmdb.MapFullError) or getattr(error, "code", 0) in FULL_DISK_ERRORS
+    code = getattr(error, "code", 0)
+    return isinstance(error, lmdb.MapFullError) or code in (*FULL_DISK_ERRORS, errno.EFBIG)
+
+
+def _file_bytes_max() -> int:
+    """How large the system lets a file become that this process writes."""
+    soft_limit, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
+    return sys.maxsize if soft_limit == resource.RLIM_INFINITY else soft_limit
