@@ -232,6 +232,9 @@ async def test_impossible_changes_of_replicas_are_refused() -> None:
             NotDoneError, match="c has a bucket 'b' of its own, which it would lose"
         ):
             await add_replicas(operator, "c", place(group, "c"))
+        # The advice to delete the bucket there would lose it.
+        with pytest.raises(NotDoneError, match=r"c holds 'b' already, .* name another node"):
+            await add_replicas(group.operator("c"), "c", place(group, "c"))
         with pytest.raises(NotDoneError, match="say --address HOST:PORT"):
             await add_replicas(group.operator("c"), "d", "10.1.2.3:12000")
         with pytest.raises(NotDoneError, match="c holds 'b' alone: give it a replica first"):

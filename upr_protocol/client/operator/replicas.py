@@ -177,6 +177,11 @@ def _check_new_replica(
     if source and source not in base.nodes:
         raise NotDoneError(f"unknown node {source!r}: it cannot be followed")
     survey.require_answer(node)
+    if survey.is_single_node and node == survey.first_node:
+        raise NotDoneError(
+            f"{node} holds {survey.bucket!r} already, and is active for all of it: name another "
+            "node, as in b=10.0.0.2:12000"
+        )
     if survey.nodes[node].partitions and survey.nodes[node].map is None:
         raise NotDoneError(
             f"node {node} has a bucket {survey.bucket!r} of its own, which it would lose: delete "
