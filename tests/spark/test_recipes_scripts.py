@@ -94,6 +94,26 @@ def test_ctrl_c_ends_it(new_bucket: NewBucket, tmp_path: Path) -> None:
     assert contents_of_rows(DeltaTable(table).to_pyarrow_table().to_pylist()) == contents(url)
 
 
+@pytest.mark.timeout(240)
+@pytest.mark.usefixtures("class_archive")
+def test_ctrl_c_ends_it_while_spark_starts(tmp_path: Path) -> None:
+    """Spark's own handler would call the JVM, in the middle of another call to it."""
+    script = str(SCRIPTS / "snapshot.py")
+    with started(script, "upr://127.0.0.1:1/none", str(tmp_path / "snapshot")) as process:
+        assert process.stderr is not None
+        lines = []
+        for line in process.stderr:
+            lines.append(line)
+            if "To adjust logging level" in line:
+                break
+        else:
+            pytest.fail("it ended: " + "".join(lines))
+        os.killpg(process.pid, signal.SIGINT)
+        error_text = process.stderr.read()
+        assert process.wait(PATIENCE_S) == command.INTERRUPTED, "".join(lines) + error_text
+        assert "Traceback" not in error_text, error_text
+
+
 def test_ctrl_c_over_spark_connect_stops_the_query(monkeypatch: pytest.MonkeyPatch) -> None:
     """If the process just ended, the query would run on at Spark's server."""
     stopped: list[str] = []

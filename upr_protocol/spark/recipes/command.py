@@ -145,14 +145,17 @@ def _pair(text: str) -> tuple[str, str]:
 
 def spark_session(name: str) -> SparkSession:
     """The session that `spark-submit` describes, or the Spark Connect server that `SPARK_REMOTE`
-    names; without them, one that uses all cores.
+    names; without them, one that uses all cores. What Ctrl-C does stays as it is.
 
     Args:
         name: What Spark calls the application.
     """
     # Workers are to be of the same Python, with the same packages.
     os.environ.setdefault("PYSPARK_PYTHON", sys.executable)
+    on_interrupt = signal.getsignal(signal.SIGINT)
     spark = SparkSession.builder.appName(name).getOrCreate()
+    # Spark's own handler calls the JVM, also in the middle of another call to it.
+    signal.signal(signal.SIGINT, on_interrupt)
     if not is_remote():
         # The log of a Spark Connect server is its operator's.
         spark.sparkContext.setLogLevel("ERROR")
@@ -218,12 +221,15 @@ def run(
     options = arguments.parse_args(argv)
     # One that is there already is another's.
     is_ours = SparkSession.getActiveSession() is None
-    spark = None
+    spark, on_interrupt = None, signal.getsignal(signal.SIGINT)
+    if is_ours:
+        # Also while Spark starts, which takes seconds: no query runs yet.
+        signal.signal(signal.SIGINT, _exit_on_interrupt)
     try:
         spark = spark_session(f"upr {arguments.prog.removesuffix('.py')}")
-        # Over Spark Connect a query runs on until somebody stops it, as `work` does at its end.
-        if is_ours and not is_remote():
-            signal.signal(signal.SIGINT, _exit_on_interrupt)
+        if is_ours and is_remote():
+            # Over Spark Connect a query runs on until somebody stops it, as `work` does at its end.
+            signal.signal(signal.SIGINT, on_interrupt)
         with plain_errors():
             return work(spark, options)
     except KeyboardInterrupt:
