@@ -16,11 +16,16 @@ from tests.kit.documents import code_of
 from tests.kit.process import ROOT
 from upr_protocol.cli import main as upr
 from upr_server.cli import main as upr_server
+from upr_server.config import ServerConfig
 from upr_server.indexer.cli import main as upr_indexer
+from upr_server.indexer.config import IndexerConfig
 
 PROGRAMS: Final = {"upr": upr, "upr-server": upr_server, "upr-indexer": upr_indexer}
 
 LINE: Final = re.compile(r"^ *(?:\$ )?((?:upr|upr-server|upr-indexer) .*)$", re.MULTILINE)
+
+BACKTICK: Final = re.compile(r"""^(?:[^'"]|'[^']*'|"[^"`]*")*("[^"]*)?`""")
+"""A backtick in a command line, outside of single quotes."""
 
 ENDS: Final = {"|", ">", ">>", "<", "…", "$options", "(in"}
 """Words with which a command ends, or from which on a text has no more of it."""
@@ -96,6 +101,36 @@ def test_the_commands_and_options_that_they_name_exist(
             wrong_lines.append((place, line, error.format_message()))
     assert wrong_lines == []
     assert len(lines) > 120
+
+
+def test_a_shell_would_run_no_part_of_them() -> None:
+    """Between double quotes it runs what is in backticks, which JMESPath has around numbers."""
+    run_parts = [(place, line) for place, line in command_lines() if BACKTICK.search(line)]
+    assert run_parts == []
+
+
+@pytest.mark.parametrize(
+    ("name", "defaults"),
+    [
+        ("upr-server serve", ServerConfig()),
+        ("upr-server config", ServerConfig()),
+        ("upr-indexer", IndexerConfig()),
+    ],
+)
+def test_help_names_the_defaults_of_settings(
+    name: str, defaults: ServerConfig | IndexerConfig
+) -> None:
+    program = name.split(maxsplit=1)[0]
+    wrong_options = {}
+    for option in dict(commands(PROGRAMS[program], program))[name].params:
+        default = getattr(defaults, option.name or "", None)
+        if (
+            isinstance(option, click.Option)
+            and default
+            and f"[default: {default}]" not in (option.help or "")
+        ):
+            wrong_options[option.name] = default
+    assert wrong_options == {}
 
 
 def test_a_wrong_command_line_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -120,7 +120,7 @@ def create(
     \b
     Examples:
       upr index create flights --index by_origin=origin --index by_hour=origin,time_hour
-      upr index create flights --index late=origin --filter "late=dep_delay > `60`"
+      upr index create flights --index late=origin --filter 'late=dep_delay > `60`'
       upr index create posts --index by_tag=tags,date --each by_tag=tags --include by_tag=title
       upr index create flights flights.json
     """
@@ -208,9 +208,9 @@ def drop(design: str, url: str) -> None:
 def list_indexes(url: str, as_json: bool) -> None:
     """List the indexes.
 
-    The column slices tells of how many slices there is a copy that is ready; trouble names the
-    copies that are not, or cannot be written. Design documents with mistakes are reported on
-    standard error.
+    The column disk_bytes is in bytes. behind counts the changes that are yet to be indexed. slices
+    counts the slices that have a copy that is ready. trouble names the copies that are not ready,
+    or cannot be written. Design documents with mistakes are reported on standard error.
     """
     with _indexer(url) as client:
         not_ready_reason = client.not_ready_reason()
@@ -256,8 +256,9 @@ def trouble_of(index: dict[str, Any]) -> str:
 def nodes(url: str, as_json: bool) -> None:
     """List the nodes of the indexer.
 
-    The column answers tells whether all of a node's slices answer the node that is asked; behind is
-    a sum over the indexes and the copies of slices that the node keeps.
+    The column answers says whether all of a node's slices answer the node that is asked. behind
+    counts the changes that are yet to be indexed, over all indexes and all copies of slices that
+    the node keeps.
     """
     with _indexer(url) as client:
         rows, indexes = client.nodes(), client.indexes()
@@ -291,23 +292,19 @@ def status(name: str | None, url: str) -> None:
     print_json(details, indent=2)
 
 
-def _key_parts(option: str, text: str) -> list[Any]:
+def _key_parts(text: str) -> list[Any]:
     try:
         value = msgspec.json.decode(text.encode(errors="surrogateescape"))
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         if text.startswith(_JSON_STARTS) or isinstance(error, msgspec.ValidationError):
             # As a word, it would mostly select nothing, and nobody would be told why.
             raise click.BadParameter(
-                f"{option}: {text!r} is no JSON: {error}; write a JSON value, or a list of them"
+                f"{text!r} is not JSON: {error}; write a JSON value, or a list of them"
             ) from error
         value = text  # a word without quotes, as people write it in a shell
     if isinstance(value, dict):
-        raise click.BadParameter(f"{option}: a key cannot be an object")
+        raise click.BadParameter(f"{text!r} is an object, and a key cannot be one")
     return value if isinstance(value, list) else [value]
-
-
-def _key(option: str) -> Any:
-    return lambda text: _key_parts(option, text)
 
 
 def _parse_change(text: str) -> WriteResult:
@@ -328,12 +325,12 @@ def _parse_change(text: str) -> WriteResult:
     "--prefix",
     "prefixes",
     multiple=True,
-    type=_key("--prefix"),
+    type=_key_parts,
     metavar="KEY",
     help="Only keys that begin with this. Repeat it for several.",
 )
-@click.option("--from", "low", type=_key("--from"), metavar="KEY", help="The lowest key.")
-@click.option("--to", "high", type=_key("--to"), metavar="KEY", help="The highest key.")
+@click.option("--from", "low", type=_key_parts, metavar="KEY", help="The lowest key.")
+@click.option("--to", "high", type=_key_parts, metavar="KEY", help="The highest key.")
 @click.option("--from-exclusive", is_flag=True, help="Exclude keys that begin with --from.")
 @click.option("--to-exclusive", is_flag=True, help="Exclude keys that begin with --to.")
 @click.option(
@@ -341,7 +338,7 @@ def _parse_change(text: str) -> WriteResult:
     "ranges",
     nargs=2,
     multiple=True,
-    type=_key("--range"),
+    type=_key_parts,
     metavar="LOWEST HIGHEST",
     help="Only keys between these two. Repeat it for several.",
 )
@@ -356,7 +353,7 @@ def _parse_change(text: str) -> WriteResult:
     "--limit",
     type=number_type(1, 10**12),
     metavar="NUMBER",
-    help="Print at most this many entries.",
+    help="Print at most this many entries.  [default: all]",
 )
 @click.option("--count", is_flag=True, help="Print only the number of entries.")
 @click.option("--min", "min_key", is_flag=True, help="Print only the lowest key.")
@@ -374,7 +371,8 @@ def _parse_change(text: str) -> WriteResult:
     multiple=True,
     type=_parse_change,
     metavar="PARTITION:HISTORY:NUMBER",
-    help="A change that must be in the index.",
+    help="A change that must be in the index: partition and number as `upr set` prints them, and "
+    "the partition's history as `upr partitions --all` prints it. Repeat it for several.",
 )
 @click.option(
     "--timeout",

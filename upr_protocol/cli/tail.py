@@ -97,13 +97,14 @@ _SUMMARY_S: Final = 1.0
     type=number_type(0, PARTITIONS_MAX - 1),
     multiple=True,
     metavar="NUMBER",
-    help="Follow only this partition. Repeat it for several.",
+    help="Follow only this partition. Repeat it for several.  [default: all]",
 )
 @click.option(
     "--prefix",
     metavar="TEXT",
     default="",
-    help="Follow only the keys that begin with this. The server leaves the others out.",
+    help="Follow only the keys that begin with this. The server leaves the others out.  [default: "
+    "all]",
 )
 @retry_timeout_option
 def tail(

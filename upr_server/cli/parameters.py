@@ -18,7 +18,9 @@ _options = (
         help="A TOML file with settings. `upr-server config` prints one.",
     ),
     click.option(
-        "--listen", metavar="HOST:PORT", help="Where to listen. Port 0 stands for any free port."
+        "--listen",
+        metavar="HOST:PORT",
+        help="Where to listen. Port 0 stands for any free port.  [default: 127.0.0.1:12000]",
     ),
     click.option(
         "--data-dir",
@@ -38,7 +40,8 @@ _options = (
     click.option(
         "--tls-client-ca",
         metavar="FILE",
-        help="Clients need a certificate that one of the authorities in this file has signed.",
+        help="Clients need a certificate that one of the authorities in this file has signed.  "
+        "[default: none, and no certificate is needed]",
     ),
     click.option(
         "--tls-ca",
@@ -63,13 +66,28 @@ _options = (
         help="Listen where other machines reach the server without users or encryption. Anybody "
         "there can then read and change everything.",
     ),
-    click.option("--node", help="The server's name in partition maps.  [default: its identity]"),
     click.option(
-        "--quota-bytes", type=int, help="The memory quota of a bucket that is created without one."
+        "--node",
+        metavar="NAME",
+        help="The server's name in partition maps.  [default: its identity, which is the host's "
+        "name unless the configuration sets it]",
     ),
-    click.option("--log-level", help="The lowest level to log: debug, info, warning or error."),
     click.option(
-        "--log-format", help="The form of the log: console for people, json for programs."
+        "--quota-bytes",
+        type=int,
+        metavar="BYTES",
+        help="The memory quota of a bucket that is created without one, at least 1048576.  "
+        "[default: 1073741824]",
+    ),
+    click.option(
+        "--log-level",
+        metavar="LEVEL",
+        help="The lowest level to log: debug, info, warning or error.  [default: info]",
+    ),
+    click.option(
+        "--log-format",
+        metavar="FORM",
+        help="The form of the log: console for people, json for programs.  [default: console]",
     ),
 )
 

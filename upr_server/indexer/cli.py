@@ -79,7 +79,8 @@ EXIT_FAILED: Final = 1
 @click.option(
     "--tls-client-ca",
     metavar="FILE",
-    help="Clients need a certificate that one of the authorities in this file has signed.",
+    help="Clients need a certificate that one of the authorities in this file has signed.  "
+    "[default: none, and no certificate is needed]",
 )
 @click.option(
     "--tls-client-certificates",
@@ -112,9 +113,15 @@ EXIT_FAILED: Final = 1
 @click.option(
     "--pool-bytes",
     type=int,
-    help="Memory for changes that wait to be indexed.  [default: 30 % of all]",
+    metavar="BYTES",
+    help="Memory for changes that wait to be indexed, and for scans.  [default: 30 % of the "
+    "machine's]",
 )
-@click.option("--queues", type=int, help="Among how many queues partitions are divided.")
+@click.option(
+    "--queues",
+    type=int,
+    help="Among how many queues partitions are divided.  [default: 8]",
+)
 @click.option(
     "--workers",
     type=int,
@@ -157,9 +164,23 @@ EXIT_FAILED: Final = 1
     help="How many links other nodes may have to this one, half of them from one host.  [default: "
     "four times as many as they need]",
 )
-@click.option("--undo-mutations", type=int, help="How many mutations can be undone.")
-@click.option("--log-level", help="debug, info, warning or error.")
-@click.option("--log-format", help="console for people, json for machines.")
+@click.option(
+    "--undo-mutations",
+    type=int,
+    metavar="NUMBER",
+    help="If the server loses changes, each slice can undo those of so many documents, the ones "
+    "that changed last. Beyond that it indexes the partition again.  [default: 200000]",
+)
+@click.option(
+    "--log-level",
+    metavar="LEVEL",
+    help="The lowest level to log: debug, info, warning or error.  [default: info]",
+)
+@click.option(
+    "--log-format",
+    metavar="FORM",
+    help="The form of the log: console for people, json for programs.  [default: console]",
+)
 def main(config_path: Path | None, **options: Any) -> None:
     """Keep the indexes of the bucket that URL names, upr://HOST:PORT/BUCKET, and answer scans.
 
