@@ -106,7 +106,7 @@ ADVICE: Final[dict[Status, str]] = {
         "log in as a user who may, or have the right granted: upr user grant USER RIGHT BUCKET"
     ),
     Status.EXISTS: "use set or replace if the key may exist",
-    Status.NOT_FOUND: "use set or add if the key may be missing",
+    Status.NOT_FOUND: "the key is missing: to create it, use add, or set without a CAS",
     Status.CAS_MISMATCH: "read the item again and repeat the change with its new CAS",
     Status.NOT_A_NUMBER: "counters are decimal text below 2**64; set the key first",
     Status.TOO_LARGE: "keep values within 20 MiB",

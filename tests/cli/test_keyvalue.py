@@ -102,6 +102,9 @@ def test_counters_count_from_an_initial_value_and_stop_at_zero(bucket: str, run:
     assert run("increment", bucket, "m", "--by", "5", "--initial", "100").stdout == "100\n"
     assert run("increment", bucket, "m", "--by", "5", "--initial", "100").stdout == "105\n"
     run("increment", bucket, "new", "--existing", code=3)
+    for command in ("increment", "decrement"):
+        refusal = run(command, bucket, "new", "--existing", "--initial", "3", code=2)
+        assert "leave one of them out" in refusal.stderr
     assert run("get", bucket, "n", "m").stdout == "0\n105\n"
 
 

@@ -42,6 +42,7 @@ def test_buckets_are_listed_as_a_table(bucket: str, run: Run) -> None:
 def test_deleting_asks_for_confirmation(bucket: str, run: Run) -> None:
     refusal = run("bucket", "delete", bucket, input="n\n", code=1)
     assert f"Delete {bucket} and all its items?" in refusal.stderr
+    assert "say --yes" in run("bucket", "delete", bucket, input="", code=2).stderr
     run("partitions", bucket)
     run("bucket", "delete", bucket, input="y\n")
     run("partitions", bucket, code=3)

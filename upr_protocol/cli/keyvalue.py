@@ -51,7 +51,7 @@ _flags_option = click.option(
     type=U32,
     default=0,
     metavar="NUMBER",
-    help="32 bits for the application's own use, stored with the item.",
+    help="32 bits for the application's own use, stored with the item.  [default: 0]",
 )
 _expire_option = click.option(
     "--expire-in",
@@ -253,8 +253,16 @@ _counter_options: Final = (
 )
 
 
+def _check_counter_options(existing: bool, initial: int | None) -> None:
+    if existing and initial is not None:
+        raise click.UsageError(
+            "--initial is for a counter that does not exist yet, which --existing refuses; leave "
+            "one of them out"
+        )
+
+
 @_write_command("increment", _key, *_counter_options)
-def increment(key: bytes, by: int, existing: bool, **options: Any) -> Write:
+def increment(key: bytes, by: int, existing: bool, initial: int | None, **options: Any) -> Write:
     r"""Add to a counter and print its new value.
 
     Counters are decimal text; they wrap at 2**64.
@@ -264,13 +272,15 @@ def increment(key: bytes, by: int, existing: bool, **options: Any) -> Write:
       upr increment upr://127.0.0.1:12000/counts landings
       upr increment upr://127.0.0.1:12000/counts landings --by 10 --initial 1000
     """
-    return lambda client: client.increment(key, by, create=not existing, **options)
+    _check_counter_options(existing, initial)
+    return lambda client: client.increment(key, by, create=not existing, initial=initial, **options)
 
 
 @_write_command("decrement", _key, *_counter_options)
-def decrement(key: bytes, by: int, existing: bool, **options: Any) -> Write:
+def decrement(key: bytes, by: int, existing: bool, initial: int | None, **options: Any) -> Write:
     """Subtract from a counter and print its new value; it stops at 0."""
-    return lambda client: client.decrement(key, by, create=not existing, **options)
+    _check_counter_options(existing, initial)
+    return lambda client: client.decrement(key, by, create=not existing, initial=initial, **options)
 
 
 COMMANDS: Final = (

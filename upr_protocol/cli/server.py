@@ -82,15 +82,27 @@ def delete(target: Address, yes: bool, force: bool) -> None:
     Consumers of the bucket are told, and their streams end. Of several nodes that hold the bucket,
     only the one that URL names deletes it. If this node is active for partitions, the command
     refuses: no node would accept writes, and what only this node has would be lost. Move the
-    partitions first, with `upr takeover`. To delete the bucket on all nodes, say --force.
+    partitions first, with `upr takeover`. To delete the bucket on all nodes, run the command with
+    the URL of each node, and --force.
     """
     if not force:
         name = command_identity("bucket-delete")
         ask(target, lambda _: _check_not_active(Operator(target, name)), bucket=False)
     if not yes:
-        click.confirm(f"Delete {target} and all its items?", abort=True, err=True)
+        _confirm_deletion(target)
     ask(target, lambda client: client.delete_bucket(target.bucket), bucket=False)
     print_line(f"deleted {target}")
+
+
+def _confirm_deletion(target: Address) -> None:
+    try:
+        click.confirm(f"Delete {target} and all its items?", abort=True, err=True)
+    except click.Abort as error:
+        if isinstance(error.__context__, EOFError):
+            raise click.UsageError(
+                "nobody has answered: say --yes, which deletes without asking"
+            ) from None
+        raise
 
 
 async def _check_not_active(operator: Operator) -> None:
