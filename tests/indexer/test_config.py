@@ -91,7 +91,7 @@ def test_several_nodes_may_be_named() -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"bucket": ""}, "bucket is ''.* upr://"),
+        ({"bucket": ""}, "the URL of the bucket is missing: .* upr://"),
         ({"bucket": "planes"}, "bucket is 'planes'.* upr://"),
         ({"bucket": "upr://h:1"}, "the bucket is missing"),
         ({"listen": "nowhere"}, "listen is 'nowhere'; write HOST:PORT"),
@@ -243,7 +243,7 @@ def test_the_version() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ([], "bucket is ''"),
+        ([], "the URL of the bucket is missing"),
         (["planes"], "bucket is 'planes'"),
         ([URL, "more"], "unexpected extra argument (more)"),
         ([URL, "--listen", "nowhere"], "listen is 'nowhere'; write HOST:PORT"),

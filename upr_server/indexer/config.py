@@ -161,6 +161,10 @@ class IndexerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         security = Security(
             tls if names_files or self.bucket.startswith("uprs://") else None, self._credentials()
         )
+        if not self.bucket:
+            raise ConfigError(
+                "the URL of the bucket is missing: name it, as in upr://127.0.0.1:12000/flights"
+            )
         try:
             return Address.parse(self.bucket, security).with_bucket()
         except AddressError as error:
