@@ -24,7 +24,8 @@ partitions together, or because they are answered one after the other (`reply_in
 many the disk's reader always has one to go on with; more would only be memory, and work for
 connections that end. Until one of them was answered the connection is not read: what its peer says
 meanwhile, acknowledgements and barriers too, waits as long as the disk takes for one of 16 reads.
-Tasks of their own answer them, and wait for nothing that is not yet read.
+This cannot last for ever: tasks of their own answer the requests, and none of these tasks waits for
+something that the peer has yet to send.
 
 A queue answers nothing to a connection that has more than `REPLIES_BYTES_MAX` to send, but as many
 as may wait there may have been begun before: a peer that takes nothing has at most 16 answers more

@@ -83,8 +83,9 @@ class ConnectionWriter:
         the rest to `run`. Returns how many bytes there were."""
         length = 0
         session = self._session
-        # Woken, the writer is idle for a moment still: what was left for it must go first. And to
-        # make a large answer takes a step of its own: its checksum alone takes 2 ms.
+        # A writer that was just woken is still idle until its next step. What the socket did not
+        # take before goes first, so it is left to the writer. So is a large answer, which takes a
+        # step of its own: its checksum alone takes 2 ms.
         if (
             self.is_idle
             and not self._unwritten
@@ -95,7 +96,7 @@ class ConnectionWriter:
             try:
                 length = self._send(now)
             except (trio.BrokenResourceError, trio.ClosedResourceError):
-                # It is this connection's writer that meets the error.
+                # Counts as much sent, so that the writer is woken: it meets the error itself.
                 length = YIELD_BYTES
             is_over = session.state not in _CONVERSING
             is_done = not self._unwritten and length < YIELD_BYTES and not self._write_pause_s
@@ -169,8 +170,8 @@ class ConnectionWriter:
             await self._resources.write_turns.next_turn()
 
     async def _pause_writing(self) -> None:
-        """Writes nothing as long as the user's limits say; but that this side is alive, or a peer
-        would take it for dead. To be called between two frames."""
+        """Waits as long as the user's limits say. Meanwhile it writes only the `Noop`s that are
+        due, or the peer would regard the connection as broken. To be called between two frames."""
         if not self._write_pause_s:
             return
         session, now = self._session, trio.current_time()

@@ -177,13 +177,13 @@ class ConnectionServer:
         connection.session.fail(Status.TOO_MANY, reason)
         self._being_refused += 1
         try:
-            await self._make_sayable(stream)
+            await self._shake_hands(stream)
             await connection.run()
         finally:
             self._being_refused -= 1
 
-    async def _make_sayable(self, stream: trio.abc.HalfCloseableStream) -> None:
-        """Makes the handshake, without which an encrypted connection can be told nothing."""
+    async def _shake_hands(self, stream: trio.abc.HalfCloseableStream) -> None:
+        """Completes the TLS handshake of an encrypted connection: no error can be sent before."""
         if isinstance(stream, TlsStream):
             with (
                 suppress(TlsError, trio.BrokenResourceError, trio.TooSlowError),

@@ -22,8 +22,9 @@ log = structlog.get_logger(__name__)
 
 
 class SilenceWatch:
-    """Watches one connection for silence. While this side is silent, it says that it is alive. A
-    peer that is silent for too long, or does not say in time who it is, loses the connection.
+    """Watches one connection for silence. While this side has nothing to send, it sends `Noop` at
+    each idle interval. A peer that is silent for two, or does not send `Hello` and log in in time,
+    loses the connection.
 
     Args:
         resources: What all connections share.
@@ -33,8 +34,8 @@ class SilenceWatch:
         wake: Has what is in the session sent.
 
     Attributes:
-        is_unread: Whether it is the server that does not read, though nothing is being written: the
-            peer is not taken for silent then.
+        is_unread: Whether the server itself has stopped reading, for example because too many
+            requests wait. The peer does not count as silent then.
     """
 
     def __init__(
@@ -61,7 +62,8 @@ class SilenceWatch:
         self._ready.set()
 
     async def run(self) -> None:
-        """Says or does something about silence when it is time, until the conversation is over."""
+        """Sends `Noop` when it is due, and ends the session of a silent peer, until the session is
+        over."""
         session = self._session
         with trio.move_on_at(self._opened_at + HANDSHAKE_TIMEOUT_S):
             await self._ready.wait()
@@ -74,7 +76,7 @@ class SilenceWatch:
             )
             self._wake()
         while session.state is not SessionState.CLOSED:
-            # What was said or heard meanwhile has moved the deadline on.
+            # What was sent or received meanwhile has moved the deadline on.
             await trio.sleep_until(session.keep_alive.next_check())
             if not self._writer.is_idle:
                 # The writer decides how long a peer may take nothing.

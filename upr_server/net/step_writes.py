@@ -80,8 +80,8 @@ class StepWrites:
         return wake
 
     def begin(self, connection: Writable) -> None:
-        """A step of a connection begins, which is written to at its end. It must not pass a
-        checkpoint before `end`."""
+        """A step of `connection` begins; at the step's end, this connection is written to in any
+        case. The step must not pass a checkpoint before `end`."""
         self._is_collecting = True
         self._woken = 0
         self._connections[connection] = None
