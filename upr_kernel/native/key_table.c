@@ -18,9 +18,7 @@
    Slots lie in blocks, which are allocated as the sweep comes to them and freed behind it. So a
    table that grows takes little more than before or after, and no call allocates or frees much. */
 
-#include "key_arena.h"
-#include "key_slots.h"
-#include "siphash.h"
+#include "key_table.h"
 
 #include <stdlib.h>
 #include <structmember.h>
@@ -36,76 +34,11 @@ enum {
        three tenths, to half as much again, is full once six hundredths of `homes` keys have come: 17
        would do, and the slots that stand behind the last home. */
     STEPS_PER_KEY = 20,
-    KEY_BYTES_MAX = 255,
     /* Rows that are looked up together: their slots and keys fit in the first-level cache. */
     GROUP = 32,
 };
 
-typedef struct {
-    PyObject_HEAD
-    Slots slots;
-    Slots grown; /* what the slots move to; without blocks when they do not move */
-    uint32_t moved_below;
-    Arena arena;
-    uint64_t keys;
-    uint64_t items;
-    uint64_t nbytes;
-} KeyTable;
-
 uint64_t hash_secret[2];
-
-static inline uint32_t
-hash_of(const uint8_t *key, size_t length)
-{
-    return (uint32_t)(siphash13(key, length, hash_secret) >> (64 - HASH_BITS));
-}
-
-static inline bool
-is_moving(const KeyTable *table)
-{
-    return table->grown.blocks != NULL;
-}
-
-static inline Slots *
-slots_for(KeyTable *table, uint32_t hash)
-{
-    return is_moving(table) && hash < table->moved_below ? &table->grown : &table->slots;
-}
-
-/* Searching. */
-
-static inline bool
-holds_key(const KeyTable *table, const Slot *slot, const uint8_t *key, size_t length)
-{
-    const uint8_t *record = record_at(&table->arena, slot_place(slot));
-    return record[0] == length && memcmp(record + 1, key, length) == 0;
-}
-
-/* The key's slot. NULL if it has none; `where` is then set to where one belongs. */
-static Slot *
-find(KeyTable *table, Slots *slots, uint32_t hash, const uint8_t *key, size_t length, size_t *where)
-{
-    size_t index = home_of(slots, hash);
-    for (; index < slots->end; index++) {
-        Slot *slot = slot_at(slots, index);
-        if (!slot->entry || slot_hash(slot) > hash)
-            break;
-        if (slot_hash(slot) == hash && holds_key(table, slot, key, length))
-            return slot;
-    }
-    *where = index;
-    return NULL;
-}
-
-static Slot *
-find_key(KeyTable *table, const uint8_t *key, size_t length)
-{
-    size_t where;
-    if (!length || length > KEY_BYTES_MAX)
-        return NULL;
-    uint32_t hash = hash_of(key, length);
-    return find(table, slots_for(table, hash), hash, key, length, &where);
-}
 
 /* The slot of the key that the arena has at `place`. */
 static Slot *
@@ -198,12 +131,6 @@ shrink(KeyTable *table)
 }
 
 /* Entering one mutation. */
-
-static inline bool
-is_tombstone(uint64_t entry)
-{
-    return entry & 1;
-}
 
 /* Enters a key's newest mutation; `previous` is the entry that it had, or 0. False without memory:
    then nothing has changed. */
@@ -446,6 +373,28 @@ failed:
     return no_memory();
 }
 
+/* What keeps the keys of the rows [low, high), which the chunk has, from being entered; or 0. */
+static int
+keys_defect(const Chunk *chunk, uint32_t low, uint32_t high)
+{
+    if (!offsets_are_sound(chunk->key_offsets, low, high, chunk->key_length))
+        return DEFECT_OFFSETS;
+    for (size_t row = low; row < high; row++) {
+        const uint8_t *offset = chunk->key_offsets + 4 * row;
+        uint32_t length = load_u32(offset + 4) - load_u32(offset);
+        if (!length || length > KEY_BYTES_MAX)
+            return DEFECT_KEY_LENGTH;
+    }
+    return 0;
+}
+
+bool
+keys_fit(const Chunk *chunk, uint64_t low, uint64_t high)
+{
+    return low <= high && high <= chunk->count &&
+           !keys_defect(chunk, (uint32_t)low, (uint32_t)high);
+}
+
 /* Whether the keys of the rows [low, high) can be entered; an exception is set where not. */
 static bool
 are_rows_sound(const Chunk *chunk, uint64_t low, uint64_t high)
@@ -454,30 +403,8 @@ are_rows_sound(const Chunk *chunk, uint64_t low, uint64_t high)
         PyErr_SetString(PyExc_IndexError, "the chunk does not have these rows");
         return false;
     }
-    if (!offsets_are_sound(chunk->key_offsets, (uint32_t)low, (uint32_t)high, chunk->key_length))
-        return set_defect(DEFECT_OFFSETS) != NULL;
-    for (uint64_t row = low; row < high; row++) {
-        const uint8_t *offset = chunk->key_offsets + 4 * row;
-        uint32_t length = load_u32(offset + 4) - load_u32(offset);
-        if (!length || length > KEY_BYTES_MAX)
-            return set_defect(DEFECT_KEY_LENGTH) != NULL;
-    }
-    return true;
-}
-
-bool
-keys_fit(const Chunk *chunk, uint64_t low, uint64_t high)
-{
-    if (low > high || high > chunk->count ||
-        !offsets_are_sound(chunk->key_offsets, (uint32_t)low, (uint32_t)high, chunk->key_length))
-        return false;
-    for (uint64_t row = low; row < high; row++) {
-        const uint8_t *offset = chunk->key_offsets + 4 * row;
-        uint32_t length = load_u32(offset + 4) - load_u32(offset);
-        if (!length || length > KEY_BYTES_MAX)
-            return false;
-    }
-    return true;
+    int defect = keys_defect(chunk, (uint32_t)low, (uint32_t)high);
+    return !defect || set_defect(defect) != NULL;
 }
 
 bool
@@ -644,10 +571,7 @@ clear(KeyTable *self, PyObject *Py_UNUSED(ignored))
     Py_RETURN_NONE;
 }
 
-/* Calls `visit` with each record of the arena, in order. */
-typedef bool Visit(KeyTable *table, uint64_t place, const uint8_t *record, void *context);
-
-static bool
+bool
 visit_arena(KeyTable *table, Visit *visit, void *context)
 {
     for (uint32_t index = 0; index < table->arena.segment_count; index++) {
@@ -697,84 +621,6 @@ statistics(KeyTable *self, PyObject *Py_UNUSED(ignored))
                          is_moving(self) ? Py_True : Py_False);
 }
 
-/* Invariants. */
-
-static bool
-broken(const char *what)
-{
-    PyErr_SetString(PyExc_AssertionError, what);
-    return false;
-}
-
-static bool
-check_slots(KeyTable *table, const Slots *slots, uint32_t lowest, uint64_t *keys, uint64_t *items)
-{
-    for (size_t index = slots->begin; index < slots->end; index++) {
-        const Slot *slot = slot_at(slots, index);
-        if (!slot->entry)
-            continue;
-        uint32_t hash = slot_hash(slot);
-        const uint8_t *record = record_at(&table->arena, slot_place(slot));
-        if (hash < lowest)
-            return broken("the slots are not in the order of their hashes");
-        if (hash != hash_of(record + 1, record[0]))
-            return broken("a slot has another key's hash");
-        for (size_t between = home_of(slots, hash); between < index; between++)
-            if (is_free(slots, between))
-                return broken("a gap between a slot and its home");
-        if (slots_for(table, hash) != slots)
-            return broken("a slot is in the other array");
-        lowest = hash;
-        ++*keys;
-        *items += !is_tombstone(slot->entry);
-    }
-    return true;
-}
-
-static bool
-check_record(KeyTable *table, uint64_t place, const uint8_t *record, void *context)
-{
-    const Slot *slot = find_key(table, record + 1, record[0]);
-    uint64_t *counts = context;
-    counts[0]++;
-    counts[1] += record[0] + 1u;
-    return slot != NULL && slot_place(slot) == place ? true : broken("a key of the arena has no slot");
-}
-
-static uint64_t
-counted_bytes(const KeyTable *table)
-{
-    uint64_t nbytes = sizeof *table + table->arena.ring_size * sizeof(Segment);
-    for (uint32_t index = 0; index < table->arena.segment_count; index++)
-        nbytes += segment_at(&table->arena, table->arena.first_segment + index)->size;
-    const Slots *both[] = {&table->slots, &table->grown};
-    for (int which = 0; which < 2; which++) {
-        size_t freed = both[which]->begin >> BLOCK_BITS << BLOCK_BITS;
-        if (both[which]->begin >= both[which]->end)
-            freed = both[which]->end;
-        nbytes += both[which]->blocks_size * sizeof(Slot *);
-        nbytes += (both[which]->end - freed) * sizeof(Slot);
-    }
-    return nbytes;
-}
-
-static PyObject *
-check_invariants(KeyTable *self, PyObject *Py_UNUSED(ignored))
-{
-    uint64_t keys = 0, items = 0, counts[2] = {0, 0};
-    if (!check_slots(self, &self->grown, 0, &keys, &items) ||
-        !check_slots(self, &self->slots, is_moving(self) ? self->moved_below : 0, &keys, &items) ||
-        !visit_arena(self, check_record, counts))
-        return NULL;
-    if (keys != self->keys || items != self->items || counts[0] != keys)
-        broken("keys or items are counted wrong");
-    else if (counts[1] != self->arena.live_bytes || counted_bytes(self) != self->nbytes)
-        broken("bytes are counted wrong");
-    else
-        Py_RETURN_NONE;
-    return NULL;
-}
-
 /* The type. */
 
 static PyObject *
@@ -816,7 +662,7 @@ static PyMethodDef methods[] = {
     {"clear", (PyCFunction)clear, METH_NOARGS, NULL},
     {"entries", (PyCFunction)entries, METH_NOARGS, NULL},
     {"statistics", (PyCFunction)statistics, METH_NOARGS, NULL},
-    {"check_invariants", (PyCFunction)check_invariants, METH_NOARGS, NULL},
+    {"check_invariants", (PyCFunction)check_table, METH_NOARGS, NULL},
     {0},
 };
 
