@@ -28,10 +28,12 @@ from upr_protocol.client.operator import (
     add_replicas,
     fail_over,
     remove_replicas,
+    take_over,
 )
 from upr_protocol.ids import Durability, PartitionId, PartitionState
 from upr_server.replication import copy_completion
 from upr_server.replication.bucket_replicators import BucketReplicators
+from upr_server.replication.map_exchange import MapExchange
 from upr_server.replication.partition_maps import PartitionMaps
 from upr_server.replication.replicator import Replicator
 from upr_server.storage.offline.mend import empty_damaged_replicas
@@ -402,6 +404,50 @@ async def test_a_replica_that_rolled_back_to_0_is_not_chosen_before_it_has_all(
         assert group.states("d") == ACTIVE
         assert await group.get("d", "later") == "v"
         assert await group.get("d", "undone 7") is None
+
+
+async def test_a_replica_with_an_old_map_that_rolled_back_to_0_is_not_chosen_before_it_has_all(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The active node is the one that its map names, and has been replaced and come back meanwhile:
+    the map does not have the point at which the new history began. Its index contains what it has
+    to undo, so it copies everything again. It alone can be asked then."""
+    exchange_maps = MapExchange.run
+
+    async def exchange_unless_c(exchange: MapExchange) -> None:
+        if exchange._partition_maps.node == "c":
+            await trio.sleep_forever()
+        await exchange_maps(exchange)
+
+    async with running_servers("abc") as group:
+        await filled(group)
+        await group.stop("b")
+        await group.set("a", {f"undone {index}": "v" for index in range(40)})
+        await group.until(lambda: highs(group, "c") == highs(group, "a"))
+        await index_all(group, "c")
+        await group.stop("a")
+        await group.stop("c")
+        await group.start("b")
+        await fail_over(group.operator("b", ask_timeout_s=0.5), all_of="a", acknowledged=2)
+        await group.start("a")
+        await group.until(lambda: highs(group, "a") == highs(group, "b"))
+        await take_over(group.operator("b", ask_timeout_s=0.5), all_of="b", to="a")
+        with monkeypatch.context() as patch:
+            patch.setattr(MapExchange, "run", exchange_unless_c)
+            patch.setattr(Replicator, "_receive", lambda *_arguments: None)
+            await group.start("c")
+            await group.until(lambda: highs(group, "c") == [0] * PARTITIONS)
+            assert group.map("c").revision < group.map("a").revision
+            await group.stop("a")
+            await group.stop("b")
+            with pytest.raises(NotDoneError, match=r"too few replicas of partitions 0-3 .*c\)"):
+                await fail_over(group.operator("c", ask_timeout_s=0.5), all_of="a", acknowledged=2)
+        await group.stop("c")
+        await group.start("a")
+        await group.start("c")
+        await group.until(lambda: not is_incomplete(group, "c"))
+        assert highs(group, "c") == highs(group, "a")
+        assert await group.get("a", "key 7") == "v"
 
 
 async def test_an_incomplete_copy_is_chosen_if_acknowledged_changes_may_be_lost(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Generator, Mapping
+from collections.abc import Callable, Collection, Generator, Mapping
 
 import trio
 
@@ -27,13 +27,23 @@ class BucketReplicators:
         disk: The bucket.
         node: This node's name.
         system: How other nodes are reached.
+        promotion_seq: Up to where a partition's active node had everything when it became active,
+            by the map that holds now.
     """
 
-    def __init__(self, server: LocalServer, disk: BucketDisk, node: str, system: System) -> None:
+    def __init__(
+        self,
+        server: LocalServer,
+        disk: BucketDisk,
+        node: str,
+        system: System,
+        promotion_seq: Callable[[PartitionId], SeqNo],
+    ) -> None:
         self._server = server
         self._disk = disk
         self._node = node
         self._system = system
+        self._promotion_seq = promotion_seq
         # What was received outlives the replicator that received it: another node may go on.
         self._received_snapshots: dict[PartitionId, ReceivedSnapshots] = {}
         self._replicators: dict[str, Replicator] = {}
@@ -124,6 +134,7 @@ class BucketReplicators:
                 source,
                 self._received_snapshots,
                 self._system,
+                self._promotion_seq,
             )
             nursery.start_soon(essential(replicator.run))
 

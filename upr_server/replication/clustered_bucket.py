@@ -21,7 +21,7 @@ import trio
 from upr_protocol.concurrency import run_steps
 from upr_protocol.errors import Status, UprError
 from upr_protocol.failover import FailoverLog
-from upr_protocol.ids import PartitionId, PartitionState
+from upr_protocol.ids import PartitionId, PartitionState, SeqNo
 from upr_protocol.partition_map import PartitionMap
 from upr_server.engine import Partition
 from upr_server.replication import roles
@@ -93,9 +93,15 @@ class ClusteredBucket:
         self.is_confirmed = is_confirmed
         self.is_clean = is_clean
         self.suspects = suspects
-        self.replicators = BucketReplicators(server, disk, node, system)
+        self.replicators = BucketReplicators(server, disk, node, system, self._promotion_seq)
         self.lock = trio.Lock()
         self._nursery = nursery
+
+    def _promotion_seq(self, partition: PartitionId) -> SeqNo:
+        """Up to where the active node had everything when it became active, by the map; 0 if the
+        map does not say."""
+        point = self.map.partitions[partition].promotion_point
+        return SeqNo(0) if point is None else point.seq
 
     def actives_of_incomplete(self) -> list[str]:
         """The nodes that are active for partitions of which this node may lack what it

@@ -6,7 +6,7 @@ node's own consumers, who have to roll back, too.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import structlog
 import trio
@@ -36,6 +36,8 @@ class ReplicaRollback:
         received_snapshots: What was received of each partition.
         writer: Writes that to disk.
         streams: From which node the partitions are replicated.
+        promotion_seq: Up to where a partition's active node had everything when it became active,
+            by the map that holds now.
     """
 
     def __init__(
@@ -45,6 +47,7 @@ class ReplicaRollback:
         received_snapshots: Mapping[PartitionId, ReceivedSnapshots],
         writer: ReplicaWriter,
         streams: SourceStreams,
+        promotion_seq: Callable[[PartitionId], SeqNo],
     ) -> None:
         self._server = server
         self._disk = disk
@@ -53,6 +56,7 @@ class ReplicaRollback:
         self._received_snapshots = received_snapshots
         self._writer = writer
         self._streams = streams
+        self._promotion_seq = promotion_seq
 
     async def roll_back(self, partition_id: PartitionId, ceiling: SeqNo, reason: str) -> SeqNo:
         """Undoes everything above the last snapshot end at or below `ceiling`, in memory and on
@@ -61,11 +65,12 @@ class ReplicaRollback:
         What was received is on disk: the consumer saves that it is about to roll back, and
         `Replicator.write_logs` writes data first. Once it has begun, it cannot be cancelled.
 
-        The copy is marked as incomplete in two cases, as it may lack what this node acknowledged.
+        The copy is marked as incomplete in three cases, as it may lack what this node acknowledged.
         If the ceiling is 0, the source may have forgotten deletions of a history that both have. If
-        the source is a replica, it may not have heard of the newest history. An active node's
-        ceiling above 0 needs no mark: the map's promotion point is not below it, and a failover
-        chooses no copy that ends before that.
+        the source is a replica, it may not have heard of the newest history. If the ceiling is
+        above the map's promotion point, this node has an old map: a failover that asks it alone
+        would not know what the active node had. An active node's ceiling up to that point needs no
+        mark: a failover chooses no copy that ends before that.
 
         Returns:
             That end; 0 when the disk knows none.
@@ -124,6 +129,7 @@ class ReplicaRollback:
                     partition.last_cas,
                     is_incomplete=partition.is_incomplete
                     or not ceiling
+                    or ceiling > self._promotion_seq(partition_id)
                     or self._streams.source.partitions[partition_id] is PartitionState.REPLICA,
                 )
                 answers = partition.repeated_batches.answers

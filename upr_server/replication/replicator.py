@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Final
 
 import structlog
@@ -57,6 +57,8 @@ class Replicator:
         source: Where that is, and which partitions.
         received_snapshots: What was received of them; it outlives this object.
         system: How the node is reached.
+        promotion_seq: Up to where a partition's active node had everything when it became active,
+            by the map that holds now.
     """
 
     def __init__(
@@ -68,6 +70,7 @@ class Replicator:
         source: ReplicationSource,
         received_snapshots: dict[PartitionId, ReceivedSnapshots],
         system: System,
+        promotion_seq: Callable[[PartitionId], SeqNo],
     ) -> None:
         self._source_name = source_name
         self._disk = disk
@@ -77,7 +80,7 @@ class Replicator:
         self._streams = SourceStreams(source, disk.bucket.partitions, received_snapshots)
         self._writer = ReplicaWriter(server, disk, received_snapshots, self._streams)
         self._rollback = ReplicaRollback(
-            server, disk, received_snapshots, self._writer, self._streams
+            server, disk, received_snapshots, self._writer, self._streams, promotion_seq
         )
         self._scope = trio.CancelScope()
         self._ended = trio.Event()
