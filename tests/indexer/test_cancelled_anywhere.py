@@ -52,6 +52,7 @@ from upr_server.indexer.bucket_histories import MAX_AGE_S, BucketHistories
 from upr_server.indexer.builder import IndexBuilder
 from upr_server.indexer.catalog import DesignCatalog
 from upr_server.indexer.config import IndexerConfig
+from upr_server.indexer.connection_log import log_connection
 from upr_server.indexer.definitions import Definitions, NoIndexError
 from upr_server.indexer.designs import Designs
 from upr_server.indexer.directory import (
@@ -362,6 +363,7 @@ RUN: Final = tries(
     Announcements.run,
     ScanBarriers.run,
     Moments.run,
+    log_connection,
 )
 
 

@@ -15,6 +15,7 @@ from upr_protocol.client import Address, ReceivedKeysLimits
 from upr_protocol.concurrency import Notifier
 from upr_protocol.ids import PartitionId, SeqNo
 from upr_server.indexer.catalog import DesignCatalog
+from upr_server.indexer.connection_log import log_connection
 from upr_server.indexer.definitions import Definitions
 from upr_server.indexer.directory import locked_folder
 from upr_server.indexer.freshness import ScanBarriers
@@ -141,6 +142,7 @@ class Slice:
             await self.definitions.open()
             nursery.start_soon(self.definitions.run)
             nursery.start_soon(self.stream.run)
+            nursery.start_soon(log_connection, self.stream.lost_reason)
 
     def _note_catalog(self) -> None:
         self._is_reported = False

@@ -180,6 +180,14 @@ class IndexerStream:
             return True
         return self._consumer is not None and self._consumer.statistics().is_connected
 
+    def lost_reason(self) -> str | None:
+        """Why the connection of the consumer is lost; "" while it is not, None while there is no
+        consumer: `run` logs why."""
+        if self._consumer is None:
+            return None
+        statistics = self._consumer.statistics()
+        return "" if statistics.is_connected else statistics.last_failure
+
     def reached_marks(self) -> dict[PartitionId, Mark]:
         """How far each partition is, by what was put. Where no chunk waits for the rest of its
         snapshot, it is as far as the consumer, which learns of a new history before a change of it
