@@ -36,7 +36,7 @@ CHUNK_BYTES_MAX: Final = 768 * 1024
 the rows of a longer one."""
 
 COUNTERS: Final = (Operation.INCREMENT, Operation.DECREMENT)
-"""Operations whose second effect is not that of the first."""
+"""Operations that count each time: one that is applied twice leaves another value than once."""
 
 _COUNTERS: Final = bytes(COUNTERS)
 _CANNOT_FAIL: Final = bytes((Operation.SET, Operation.DELETE))

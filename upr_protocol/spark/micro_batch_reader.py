@@ -107,7 +107,8 @@ class MicroBatchReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         self._planned_offset: StreamOffset | None = None
         self._position: ConsumerPosition | None = None
 
-    # Neither before it is asked for: executors get a copy of the reader, too.
+    # Both are made when they are first needed. Executors get a copy of the reader, which has no
+    # connection then.
 
     @property
     def _server(self) -> DriverClient:

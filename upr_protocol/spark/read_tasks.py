@@ -116,7 +116,7 @@ def tasks_of(
         ranges: What is to be read, each partition once.
         lease_id: The lease that pins them; 0 for none.
         bytes_max: What a task reads, about, unless there would be more than `TASKS_MAX` tasks.
-        tasks_min: Tasks there are at least, if there are numbers enough.
+        tasks_min: How many tasks to make at least, as far as there are numbers for them.
         whole_partitions: Whether one task reads all of a partition.
         bucket: The bucket whose partitions they are of.
     """

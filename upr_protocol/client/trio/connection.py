@@ -126,6 +126,8 @@ class TrioConnection:
         session: The session. After `session.send`, call `flush`.
         failure: Why the connection is over; None while it is not.
         ready: Set when the handshake is done, or the connection is over before.
+        ended: Set when the connection is over, or nothing is left to do on it; whoever has opened
+            it then closes it.
         certificate_name: The name in the server's certificate; empty if it showed none.
     """
 

@@ -32,7 +32,7 @@ _PARTITION: Final = attrgetter("change.partition")
 
 
 class PendingReply(Generic[T]):
-    """What an answer means that is still to arrive, until `is_resolved`: it has, or never will."""
+    """The result of a request. Once `is_resolved`, the answer has arrived, or never will."""
 
     __slots__ = ("_event", "_outcome", "is_resolved")
 
@@ -43,7 +43,7 @@ class PendingReply(Generic[T]):
         self.is_resolved = False
 
     def resolve(self, outcome: T | UprError) -> None:
-        """The answer has arrived; or it never will, or is a refusal."""
+        """Sets the result: what the answer means, or why it is a refusal, or never comes."""
         self._outcome = outcome
         self.is_resolved = True
         self._event.set()
@@ -62,8 +62,8 @@ class PendingReply(Generic[T]):
 
 
 class PendingChange(PendingReply[WriteResult]):
-    """A change that waits to be sent, or for its answer. It `lacks_credit` if its turn to be sent
-    has come while there was none."""
+    """A change that waits to be sent, or for its answer. It `lacks_credit` if there was no credit
+    when its turn came to be sent."""
 
     __slots__ = ("change", "is_sent", "lacks_credit")
 
@@ -193,10 +193,10 @@ class RequestChannel(ConnectionHandler):
         return None
 
     def _note_lack_of_credit(self) -> None:
-        """Has the tasks that have not heard of it wait no longer than for so long. O(1) for each of
-        their changes in all."""
+        """Tells the tasks whose changes are unsent that there is no credit: from now on each waits
+        `credit_timeout_s` at most. Each change is told once, so that it costs O(1) in all."""
         for unsent in self._unsent.values():
-            # Those that have heard of it came before those that have not.
+            # New changes are added at the end: those before one that was told were told, too.
             for change in reversed(unsent):
                 if change.lacks_credit:
                     break
