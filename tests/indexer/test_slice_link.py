@@ -19,8 +19,9 @@ from upr_server.indexer.node_links import SILENT_S, serve_link
 from upr_server.indexer.pool import MemoryPool, OverloadedError
 from upr_server.indexer.pure.definition import IndexDefinition
 from upr_server.indexer.query import Query, QueryError
-from upr_server.indexer.remote_slice import RemoteSlice
+from upr_server.indexer.remote_slice import RETRY_S, RemoteSlice
 from upr_server.indexer.replicated_slice import ReplicatedSlice
+from upr_server.indexer.slice_link import HANG_S, PING_S
 from upr_server.indexer.slice_server import QUESTIONS_MAX, SliceServer
 from upr_server.indexer.slices import SliceHolder, SliceId, SliceMissingError, SliceScan
 from upr_server.indexer.worker_messages import (
@@ -63,10 +64,14 @@ class OtherNode:
                 async for message in messages:
                     if isinstance(message, NumberedQuestion):
                         question: Question = msgspec.json.decode(message.question, type=Question)
-                        is_ping = isinstance(question, Ping)
-                        answer = b"\xc0" if is_ping else self._answer
-                        frames.queue_message(NumberedAnswer(message.number, answer))
+                        await self._answer_question(frames, message, question)
             nursery.cancel_scope.cancel()
+
+    async def _answer_question(
+        self, frames: MessageStream, message: NumberedQuestion, question: Question
+    ) -> None:
+        answer = b"\xc0" if isinstance(question, Ping) else self._answer
+        frames.queue_message(NumberedAnswer(message.number, answer))
 
 
 @asynccontextmanager
@@ -77,6 +82,50 @@ async def a_remote_slice(other_node: OtherNode) -> AsyncIterator[RemoteSlice]:
         await trio.testing.wait_all_tasks_blocked()
         yield part
         nursery.cancel_scope.cancel()
+
+
+class LateNode(OtherNode):
+    """A node that answers pings only while `may_answer` is set."""
+
+    def __init__(self) -> None:
+        super().__init__(b"\xc0")
+        self.may_answer = trio.Event()
+        self.ping_came = trio.Event()
+
+    async def _answer_question(
+        self, frames: MessageStream, message: NumberedQuestion, question: Question
+    ) -> None:
+        self.ping_came.set()
+        await self.may_answer.wait()
+        await super()._answer_question(frames, message, question)
+
+
+@pytest.mark.parametrize("order_of_tasks", range(8))
+async def test_a_pause_of_the_asking_process_does_not_end_the_link(
+    autojump_clock: trio.testing.MockClock, order_of_tasks: int
+) -> None:
+    """The answer came during the pause, and has not yet been read when the time is over."""
+    other = LateNode()
+    async with a_remote_slice(other) as part:
+        await other.ping_came.wait()
+        await trio.sleep(HANG_S / 2)
+        other.may_answer.set()
+        autojump_clock.jump(2 * HANG_S)
+        await trio.sleep(5)
+        assert other.links == 1
+        assert trio.current_time() - part.heard_at < 1
+
+
+async def test_a_link_ends_if_a_ping_is_not_answered(
+    autojump_clock: trio.testing.MockClock,
+) -> None:
+    other = LateNode()
+    async with a_remote_slice(other):
+        await other.ping_came.wait()
+        await trio.sleep(HANG_S - 1)
+        assert other.links == 1
+        await trio.sleep(1 + PING_S + RETRY_S)
+        assert other.links == 2
 
 
 class BusySlice:

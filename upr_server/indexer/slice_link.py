@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from contextlib import aclosing, suppress
-from math import inf
+from math import ceil, inf
 from typing import Any, Final, TypeVar
 
 import attrs
@@ -55,8 +55,8 @@ PING_S: Final = 0.5
 """The pause between two questions whether the slice is alive."""
 
 HANG_S: Final = 10.0
-"""A link that has brought no answer to such a question for so long is given up. The other side's
-event loop answers it while a thread indexes."""
+"""A link that has brought no answer to such a question for so long is given up, unless this process
+stood still. The other side's event loop answers it while a thread indexes."""
 
 
 @attrs.define(eq=False)
@@ -154,13 +154,20 @@ class LinkedSlice(ABC):
     async def _keep_pinging(self, scope: trio.CancelScope, first_answer_s: float) -> None:
         limit_s = first_answer_s
         while True:
-            with trio.move_on_after(limit_s) as ping_scope:
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(self._end_link_after, limit_s, scope)
                 await self._ping_link()
+                nursery.cancel_scope.cancel()
             limit_s = HANG_S
-            if ping_scope.cancelled_caught:
-                log.warning("a slice does not answer; giving its link up", slice=self.title)
-                scope.cancel()
             await trio.sleep(PING_S)
+
+    async def _end_link_after(self, limit_s: float, scope: trio.CancelScope) -> None:
+        # Steps are counted, and not the time: if this process stood still for a minute, that is one
+        # step, and the answer that came meanwhile is read in the next.
+        for _ in range(ceil(limit_s / PING_S)):
+            await trio.sleep(PING_S)
+        log.warning("a slice does not answer; giving its link up", slice=self.title)
+        scope.cancel()
 
     async def _ping_link(self) -> None:
         # A slice that has too much to do is alive.
