@@ -202,7 +202,7 @@ def forgotten_runs(run_count: int) -> list[int]:
 def publishing_pair() -> Pair:
     """A client that has credit, and its server."""
     pair = Pair.in_state(SessionState.OPEN)
-    pair.server_says(Credit(1 << 20))
+    pair.server_sends(Credit(1 << 20))
     return pair
 
 
@@ -287,7 +287,7 @@ def actives_by_older_map() -> list[str]:
 def ends_of_barrier_without_stream() -> object:
     """What a barrier brings back to a client that has no stream."""
     pair = Pair.in_state(SessionState.STREAMING)
-    pair.client_says(Barrier(b"cookie"))
+    pair.client_sends(Barrier(b"cookie"))
     pair.server.next_partition()
     return [message.ends for message in pair.to_client() if isinstance(message, BarrierReply)]
 
@@ -347,7 +347,7 @@ def closing_error(*, is_accepted: bool, opaque: int = 1) -> int | None:
     if is_accepted:
         pair.accept(0, 1)
     else:
-        pair.client_says(stream(0, 1))
+        pair.client_sends(stream(0, 1))
     try:
         pair.client.send(CloseStream(partition=PartitionId(0), opaque=opaque))
     except LocalProtocolError as error:

@@ -1,4 +1,5 @@
-"""Two sessions wired back to back, a sample of every message, and a session seen from inside."""
+"""A client's and a server's session that exchange bytes in memory, a sample of every message, and
+the full state of a session."""
 
 from __future__ import annotations
 
@@ -100,16 +101,16 @@ Cut = Callable[[bytes], Iterable[bytes]]
 
 
 def whole(data: bytes) -> Iterable[bytes]:
-    """They are not split."""
+    """The bytes in one piece."""
     return (data,)
 
 
-def bytewise(data: bytes) -> Iterable[bytes]:
-    """After every byte."""
+def byte_by_byte(data: bytes) -> Iterable[bytes]:
+    """Each byte as a piece of its own."""
     return (data[index : index + 1] for index in range(len(data)))
 
 
-# Messages that take many words.
+# Messages that are long to write.
 
 
 def stored(start: int, end: int, value: bytes = b"v") -> Chunk:
@@ -300,7 +301,7 @@ def encoded(*messages: Message) -> bytes:
 
 
 def frames(data: bytes) -> list[Message]:
-    """The reverse of `encoded`, with nothing judged."""
+    """The messages in `data`, with no check of their order or limits: the reverse of `encoded`."""
     buffer = FrameBuffer(lambda header: None)
     buffer.receive(data)
     messages = []
@@ -311,7 +312,7 @@ def frames(data: bytes) -> list[Message]:
 
 
 def taken(session: Session, now: float = 0.0) -> bytes:
-    """What `session` wants written, in one piece."""
+    """Takes the bytes that `session` has to send, in one piece."""
     return b"".join(map(bytes, session.take_outgoing(now)))
 
 
@@ -321,12 +322,12 @@ LOG_IN_STATES: Final = BEFORE_READY - {SessionState.GREETING, SessionState.GREET
 class Pair:
     """A client and a server, and the bytes between them.
 
-    `client_says` and `server_says` send and deliver at once; `client.send`, `server.send` and
+    `client_sends` and `server_sends` send and deliver at once; `client.send`, `server.send` and
     `deliver` do it in two steps, so that messages can cross.
 
     Attributes:
-        said: What was said to each side, as ("client" or "server", message).
-        heard: What each side's `events` yielded of it.
+        sent: What was sent to each side, as ("client" or "server", message).
+        received: What each side's `messages` yielded of it.
     """
 
     def __init__(
@@ -341,21 +342,21 @@ class Pair:
             "test:client", window_bytes=window_bytes, idle_interval_s=interval_s, now=0.0
         )
         self.server = ServerSession("test:server", now=0.0, mechanisms=lambda: mechanisms)
-        self.said: list[tuple[str, Message]] = []
-        self.heard: list[tuple[str, Message]] = []
+        self.sent: list[tuple[str, Message]] = []
+        self.received: list[tuple[str, Message]] = []
         self.now = 0.0
         self._cut = cut
 
     def to_server(self) -> list[Message]:
-        """Delivers what the client said."""
+        """Delivers what the client has sent; returns what the server received."""
         return self._carry(self.client, self.server, "server")
 
     def to_client(self) -> list[Message]:
-        """Delivers what the server said."""
+        """Delivers what the server has sent; returns what the client received."""
         return self._carry(self.server, self.client, "client")
 
     def deliver(self) -> None:
-        """Delivers both ways until all is quiet."""
+        """Delivers both ways until nothing is left to send."""
         while self.client.outgoing_bytes or self.server.outgoing_bytes:
             self.to_server()
             self.to_client()
@@ -363,20 +364,22 @@ class Pair:
     def _carry(self, sender: Session, receiver: Session, name: str) -> list[Message]:
         messages: list[Message] = []
         data = taken(sender, self.now)
-        self.said += [(name, message) for message in frames(data)]
+        self.sent += [(name, message) for message in frames(data)]
         for piece in self._cut(data):
             receiver.receive(piece, self.now)
             messages += receiver.messages()
-        self.heard += [(name, message) for message in messages]
+        self.received += [(name, message) for message in messages]
         return messages
 
-    def client_says(self, *messages: Message) -> list[Message]:
+    def client_sends(self, *messages: Message) -> list[Message]:
+        """Sends from the client and delivers; returns what the server received."""
         for message in messages:
             self.client.send(message)
         return self.to_server()
 
-    def server_says(self, *messages: Message) -> list[Message]:
-        """Sends and delivers; a turn of this server is one snapshot long."""
+    def server_sends(self, *messages: Message) -> list[Message]:
+        """Sends from the server and delivers; returns what the client received. The turn of a
+        partition ends with its snapshot."""
         for message in messages:
             self.server.send(message)
             if isinstance(message, PartitionEnd | PartitionSnapshot):
@@ -384,7 +387,7 @@ class Pair:
         return self.to_client()
 
     def turn(self, partition: int) -> None:
-        """Makes it `partition`'s turn."""
+        """Gives `partition` its turn."""
         self.server.mark_ready(PartitionId(partition))
         assert self.server.next_partition() == partition
         self.to_client()
@@ -393,17 +396,17 @@ class Pair:
 
     @classmethod
     def in_state(cls, state: SessionState, **options: Any) -> Pair:
-        """A pair of which both sides are in `state`. Of the handshake, only one side ever is: the
-        client begins in GREETED, and the server leaves it as soon as it enters."""
+        """A pair of which both sides are in `state`. In reality only one side is ever in a state of
+        the handshake: the client begins in GREETED, and the server leaves it at once."""
         if state in LOG_IN_STATES:
             options.setdefault("mechanisms", ("SCRAM-SHA-256",))
         pair = cls(**options)
         if state in LOG_IN_STATES:
             pair.deliver()
             if state is not SessionState.UNAUTHENTICATED:
-                pair.client_says(SAMPLES[StartLogIn])
+                pair.client_sends(SAMPLES[StartLogIn])
             if state is SessionState.CHALLENGED:
-                pair.server_says(SAMPLES[LogInChallenge])
+                pair.server_sends(SAMPLES[LogInChallenge])
             assert pair.client.state is pair.server.state is state
             return pair
         if state is SessionState.GREETING:
@@ -419,14 +422,14 @@ class Pair:
         if state is SessionState.READY:
             return pair
         if state is SessionState.CLOSED:
-            pair.client_says(Close())
+            pair.client_sends(Close())
             return pair
-        pair.client_says(Open("bucket", opaque=OPAQUE))
+        pair.client_sends(Open("bucket", opaque=OPAQUE))
         if state is SessionState.OPENING:
             return pair
-        pair.server_says(Opened(64, 1, opaque=OPAQUE))
+        pair.server_sends(Opened(64, 1, opaque=OPAQUE))
         if state is SessionState.STREAMING:
-            pair.client_says(Go())
+            pair.client_sends(Go())
             assert pair.server.next_partition() is None
             pair.to_client()
         assert pair.client.state is pair.server.state is state
@@ -434,35 +437,35 @@ class Pair:
 
     def accept(self, partition: int, opaque: int) -> None:
         """Opens a stream from the beginning."""
-        self.client_says(stream(partition, opaque))
-        self.server_says(stream_reply(partition, opaque))
+        self.client_sends(stream(partition, opaque))
+        self.server_sends(stream_reply(partition, opaque))
 
     def prepare(self, kind: type[Message]) -> None:
-        """Says what must come before the sample of `kind`, in a state that allows it."""
+        """Sends what must come before the sample of `kind`, in a state that allows it."""
         request = REQUESTS.get(kind)
         if kind is Mutate or request is Mutate:
-            self.server_says(Credit(1))
+            self.server_sends(Credit(1))
         if kind is Refusal and self.client.state is SessionState.OPENING:
             return
         if request is not None:
-            self.client_says(SAMPLES[request])
+            self.client_sends(SAMPLES[request])
         elif kind in OF_A_STREAM:
             self.accept(PARTITION, OPAQUE)
             if kind not in {CloseStream, StreamEnd}:
                 self.turn(PARTITION)
             if kind in {PartitionChunk, PartitionSnapshot, PartitionAnswers, PartitionEnd, Ack}:
-                self.server_says(start(PARTITION, OPAQUE, 0, 10))
+                self.server_sends(start(PARTITION, OPAQUE, 0, 10))
             if kind in {PartitionSnapshot, PartitionEnd, Ack}:
-                self.server_says(chunk(PARTITION, OPAQUE, 0, 10))
+                self.server_sends(chunk(PARTITION, OPAQUE, 0, 10))
             if kind is PartitionSnapshot:
-                self.server_says(end(PARTITION, OPAQUE, 10))
+                self.server_sends(end(PARTITION, OPAQUE, 10))
                 self.turn(PARTITION)
         elif kind is BarrierReply:
-            self.client_says(Barrier(b"cookie"))
+            self.client_sends(Barrier(b"cookie"))
 
 
 OF_A_STREAM: Final = frozenset(STREAM_INPUTS) - {Stream} | {Ack}
-"""What is said only where a stream is."""
+"""Messages that are sent only while there is a stream."""
 
 REQUESTS: Final[dict[type[Message], type[Message]]] = {
     Refusal: Stats,
@@ -474,11 +477,11 @@ REQUESTS: Final[dict[type[Message], type[Message]]] = {
         if request is not Open
     },
 }
-"""What each answer answers here: of several requests the one with the lowest opcode."""
+"""The request for each answer. Of several requests it is the one with the lowest opcode."""
 
 
-def portrait(session: Session) -> dict[str, Any]:
-    """Everything there is to a session, but the bytes that it is just receiving."""
+def full_state(session: Session) -> dict[str, Any]:
+    """All attributes of a session, except the bytes of a message that has not come completely."""
     attributes: dict[str, Any] = {
         "state": session.state,
         "hello": session.hello,
@@ -509,10 +512,11 @@ def portrait(session: Session) -> dict[str, Any]:
 
 
 def assert_refused(session: Session, status: Status) -> str:
-    """`session` refuses what it was fed: one `Error`, and not a word more, ever.
+    """Checks that `session` refuses what it has received with one `Error`, and then sends nothing
+    more.
 
     Returns:
-        What it says.
+        The sentence of the error.
     """
     with pytest.raises(RemoteProtocolError) as caught:
         list(session.messages())

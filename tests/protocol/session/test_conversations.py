@@ -1,4 +1,4 @@
-"""Whole conversations. However the bytes are split on their way, both sides hear the same."""
+"""Whole conversations. Both sides receive the same messages however the bytes are split."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from tests.protocol.session.kit import (
     SAMPLES,
     Cut,
     Pair,
-    bytewise,
+    byte_by_byte,
     chunk,
     close_stream,
     end,
+    full_state,
     mutate,
     mutate_reply,
     partition_log,
-    portrait,
     start,
     stream,
     stream_end,
@@ -79,15 +79,15 @@ def _next(pair: Pair) -> int | None:
 
 
 def buckets(pair: Pair) -> None:
-    """Buckets are made and listed, and opening one that is not there is no disaster."""
+    """Buckets are created and listed. The connection stays open when one cannot be opened."""
     pair.deliver()
-    pair.client_says(CreateBucket("b", 4, opaque=1), ListBuckets(opaque=2), Noop())
-    pair.server_says(BucketDone(opaque=1), ListBucketsReply((("b", 4, 0),), opaque=2), Noop())
-    pair.client_says(CreateBucket("b", 4, opaque=1))
-    pair.server_says(Refusal("it is there", opaque=1, status=Status.BUCKET_EXISTS))
-    pair.client_says(Open("c", opaque=1))
-    pair.server_says(Refusal("it is not there", opaque=1, status=Status.NO_BUCKET))
-    pair.client_says(Close())
+    pair.client_sends(CreateBucket("b", 4, opaque=1), ListBuckets(opaque=2), Noop())
+    pair.server_sends(BucketDone(opaque=1), ListBucketsReply((("b", 4, 0),), opaque=2), Noop())
+    pair.client_sends(CreateBucket("b", 4, opaque=1))
+    pair.server_sends(Refusal("it is there", opaque=1, status=Status.BUCKET_EXISTS))
+    pair.client_sends(Open("c", opaque=1))
+    pair.server_sends(Refusal("it is not there", opaque=1, status=Status.NO_BUCKET))
+    pair.client_sends(Close())
     assert pair.client.state is pair.server.state is SessionState.CLOSED
 
 
@@ -95,37 +95,37 @@ def streaming(pair: Pair) -> None:
     """Streams are accepted, refused and rolled back; cycles, barriers, acknowledgements; streams
     are closed, and end."""
     pair.deliver()
-    pair.client_says(Open("b", (0, 1, 2, 9), opaque=1))
-    pair.server_says(*(partition_log(partition, 1) for partition in range(3)))
-    pair.server_says(partition_log(9, 1, Status.NOT_MY_PARTITION), Opened(4, 1, opaque=1))
+    pair.client_sends(Open("b", (0, 1, 2, 9), opaque=1))
+    pair.server_sends(*(partition_log(partition, 1) for partition in range(3)))
+    pair.server_sends(partition_log(9, 1, Status.NOT_MY_PARTITION), Opened(4, 1, opaque=1))
     partial = Position(LOG, SeqNo(10), SeqNo(15), PartialSnapshot(HISTORY, SeqNo(10), SeqNo(20)))
     # All at once, and answered in another order.
-    pair.client_says(stream(0, 10), stream(1, 11, partial), stream(2, 12, partial), stream(9, 19))
-    pair.server_says(
+    pair.client_sends(stream(0, 10), stream(1, 11, partial), stream(2, 12, partial), stream(9, 19))
+    pair.server_sends(
         stream_reply(9, 19, status=Status.NOT_MY_PARTITION),
         stream_reply(2, 12, 10, Status.ROLLBACK),
         stream_reply(1, 11, 15),
         stream_reply(0, 10),
     )
-    pair.client_says(stream(2, 13, Position(LOG, SeqNo(10), SeqNo(10))), Go(), Barrier(b"one"))
-    pair.server_says(stream_reply(2, 13, 10))
+    pair.client_sends(stream(2, 13, Position(LOG, SeqNo(10), SeqNo(10))), Go(), Barrier(b"one"))
+    pair.server_sends(stream_reply(2, 13, 10))
     for partition in (1, 0):
         pair.server.mark_ready(PartitionId(partition))
     assert _next(pair) == 0
     _sends(pair, 0, 3, 7)
     assert _next(pair) == 1
-    # Its cursor is dropped on the way.
+    # The server drops its cursor inside the snapshot, and replaces it.
     pair.server.send(start(1, 11, 15, 20))
     pair.server.send(chunk(1, 11, 15, 17))
     _sends(pair, 1, 25)
     pair.to_client()
-    pair.client_says(Ack(pair.client.window.used_bytes), Barrier(b"two"), Noop())
+    pair.client_sends(Ack(pair.client.window.used_bytes), Barrier(b"two"), Noop())
     pair.server.mark_ready(PartitionId(2))
     assert _next(pair) == 2
     _sends(pair, 2, 11)
     assert _next(pair) is None
     pair.to_client()
-    # Two streams end: one is closed while it is being sent, and one for a reason of the server's.
+    # Two streams end: the client closes one inside a snapshot, and the server ends the other.
     pair.server.mark_ready(PartitionId(0))
     assert _next(pair) == 0
     pair.server.send(start(0, 10, 7, 9))
@@ -135,33 +135,33 @@ def streaming(pair: Pair) -> None:
     pair.server.send(stream_end(1, 11, Status.STATE_CHANGED))
     pair.to_client()
     pair.to_server()
-    pair.server_says(stream_end(0, 10))
-    pair.client_says(Barrier(b"three"))
+    pair.server_sends(stream_end(0, 10))
+    pair.client_sends(Barrier(b"three"))
     assert _next(pair) is None
     pair.to_client()
-    pair.client_says(stream(0, 10, Position(LOG, SeqNo(7), SeqNo(7))))
-    pair.server_says(stream_reply(0, 10, 7))
+    pair.client_sends(stream(0, 10, Position(LOG, SeqNo(7), SeqNo(7))))
+    pair.server_sends(stream_reply(0, 10, 7))
     pair.server.mark_ready(PartitionId(0))
     assert _next(pair) == 0
     _sends(pair, 0, 9)
     assert _next(pair) is None
-    pair.server_says(stream_end(0, 10, Status.END_REACHED))
-    pair.client_says(Close())
+    pair.server_sends(stream_end(0, 10, Status.END_REACHED))
+    pair.client_sends(Close())
 
 
 def publishing(pair: Pair) -> None:
-    """Publishing within credit, key-value requests between, many at once."""
+    """Batches within the credit, with key-value requests in between, and many at the same time."""
     pair.deliver()
-    pair.client_says(Open("b", opaque=1))
-    pair.server_says(Opened(4, 1, opaque=1), Credit(100))
+    pair.client_sends(Open("b", opaque=1))
+    pair.server_sends(Opened(4, 1, opaque=1), Credit(100))
     about = PartitionId(2)
-    pair.client_says(
+    pair.client_sends(
         mutate(about, 1, b"x" * 1000),
         Get((b"key",), partition=about, opaque=2),
         Seqnos(opaque=3),
     )
     assert not pair.client.credit.is_open
-    pair.server_says(
+    pair.server_sends(
         SeqnosReply(((2, 7, 1, 0, 0),), opaque=3),
         mutate_reply(about, 1),
         GetReply(HISTORY, 1, chunk(2, 0, 0, 1).chunk, partition=about, opaque=2),
@@ -174,18 +174,18 @@ def publishing(pair: Pair) -> None:
         seq = SeqNo(opaque)
         pair.server.send(mutate_reply(about, opaque, seq))
     pair.to_client()
-    pair.client_says(mutate(about, 1))
-    pair.server_says(Refusal("later", opaque=1, status=Status.TEMPORARY_FAILURE))
-    pair.client_says(Close())
+    pair.client_sends(mutate(about, 1))
+    pair.server_sends(Refusal("later", opaque=1, status=Status.TEMPORARY_FAILURE))
+    pair.client_sends(Close())
 
 
 def a_fault_of_the_server(pair: Pair) -> None:
-    """The server gives up in the midst of a snapshot."""
+    """The server fails inside a snapshot."""
     pair.deliver()
-    pair.client_says(Open("b", opaque=1))
-    pair.server_says(Opened(4, 1, opaque=1))
+    pair.client_sends(Open("b", opaque=1))
+    pair.server_sends(Opened(4, 1, opaque=1))
     pair.accept(3, 9)
-    pair.client_says(Go())
+    pair.client_sends(Go())
     pair.turn(3)
     pair.server.send(start(3, 9, 0, 10))
     pair.server.send(chunk(3, 9, 0, 5))
@@ -208,33 +208,34 @@ def _play(talk: Callable[[Pair], None], cut: Cut) -> Pair:
 
 
 @pytest.mark.parametrize("talk", CONVERSATIONS.values(), ids=CONVERSATIONS)
-def test_both_sides_hear_what_was_said(talk: Callable[[Pair], None]) -> None:
-    """In order and once; but for what is dropped of a stream that was closed or has ended."""
+def test_both_sides_receive_what_was_sent(talk: Callable[[Pair], None]) -> None:
+    """In order and once, except messages of a stream that was closed or has ended: these are
+    dropped."""
     pair = _play(talk, whole)
     for side, droppable in (
         ("client", {"PartitionStart", "PartitionChunk", "PartitionAnswers", "PartitionEnd"}),
         ("server", {"CloseStream"}),
     ):
-        messages = iter([message for to, message in pair.said if to == side])
+        messages = iter([message for to, message in pair.sent if to == side])
         dropped_messages: list[Message] = []
-        for to, message in pair.heard:
+        for to, message in pair.received:
             if to == side:
-                while (was_said := next(messages)) != message:
-                    dropped_messages.append(was_said)
+                while (sent_message := next(messages)) != message:
+                    dropped_messages.append(sent_message)
         dropped_messages += messages
         assert {type(message).__name__ for message in dropped_messages} <= droppable
 
 
 @pytest.mark.parametrize("talk", CONVERSATIONS.values(), ids=CONVERSATIONS)
-def test_byte_by_byte_it_is_the_same(talk: Callable[[Pair], None]) -> None:
-    once, again = _play(talk, whole), _play(talk, bytewise)
-    assert again.heard == once.heard
-    assert portrait(again.client) == portrait(once.client)
-    assert portrait(again.server) == portrait(once.server)
+def test_a_conversation_that_arrives_byte_by_byte_is_the_same(talk: Callable[[Pair], None]) -> None:
+    once, again = _play(talk, whole), _play(talk, byte_by_byte)
+    assert again.received == once.received
+    assert full_state(again.client) == full_state(once.client)
+    assert full_state(again.server) == full_state(once.server)
 
 
 def _cut_by(lengths: list[int]) -> Cut:
-    """Cuts into pieces of these lengths, again and again."""
+    """Splits bytes into pieces of these lengths, which repeat."""
 
     def cut(data: bytes) -> Iterable[bytes]:
         offset = cut_count = 0
@@ -252,17 +253,19 @@ def _cut_by(lengths: list[int]) -> Cut:
     st.sampled_from(list(CONVERSATIONS.values())),
     st.lists(st.one_of(st.integers(1, 40), st.integers(1, 2000)), min_size=1, max_size=20),
 )
-def test_split_at_random_it_is_the_same(talk: Callable[[Pair], None], lengths: list[int]) -> None:
+def test_a_conversation_that_arrives_in_random_pieces_is_the_same(
+    talk: Callable[[Pair], None], lengths: list[int]
+) -> None:
     once, again = _play(talk, whole), _play(talk, _cut_by(lengths))
-    assert again.heard == once.heard
-    assert portrait(again.client) == portrait(once.client)
-    assert portrait(again.server) == portrait(once.server)
+    assert again.received == once.received
+    assert full_state(again.client) == full_state(once.client)
+    assert full_state(again.server) == full_state(once.server)
 
 
-def test_the_streaming_conversation_in_full() -> None:
-    """What a client hears of it, in order: the guarantees in one picture."""
+def test_the_client_receives_the_streaming_conversation_in_this_order() -> None:
+    """The order shows what the protocol guarantees."""
     pair = _play(streaming, whole)
-    assert [_brief(message) for name, message in pair.heard if name == "client"] == [
+    assert [_brief(message) for name, message in pair.received if name == "client"] == [
         "HelloReply",
         *["PartitionLog"] * 4,
         "Opened",
@@ -282,7 +285,8 @@ def test_the_streaming_conversation_in_full() -> None:
         "CycleEnd 1",
         "BarrierReply one ((0, 7), (1, 25), (2, 11))",
         "BarrierReply two ((0, 7), (1, 25), (2, 11))",
-        # Of partition 0 nothing more is heard, and partition 1 ended before its end was asked for.
+        # The client has closed stream 0, so its chunk is dropped. The server had ended stream 1
+        # before the client's request to close it came.
         "StreamEnd 1",
         "StreamEnd 0",
         "CycleEnd 2",
@@ -311,7 +315,7 @@ def _brief(message: Message) -> str:
     return text
 
 
-def test_messages_behind_one_that_is_refused_are_not_heard() -> None:
+def test_messages_after_a_refused_one_are_not_received() -> None:
     pair = Pair.in_state(SessionState.OPEN)
     pair.client.send(Noop())
     data = b"".join(map(bytes, pair.client.take_outgoing(0.0)))
@@ -324,7 +328,7 @@ def test_messages_behind_one_that_is_refused_are_not_heard() -> None:
     assert list(pair.server.messages()) == []
 
 
-def test_a_client_that_never_reads_stops_its_stream_and_nothing_else() -> None:
+def test_a_client_that_never_acknowledges_stops_its_stream_and_nothing_else() -> None:
     pair = Pair.in_state(SessionState.STREAMING, window_bytes=WINDOW_BYTES_MIN)
     pair.accept(3, 9)
     pair.turn(3)
@@ -336,6 +340,6 @@ def test_a_client_that_never_reads_stops_its_stream_and_nothing_else() -> None:
         seq += 10
         sent_bytes += HEADER_BYTES + message.chunk.nbytes
     assert WINDOW_BYTES_MIN <= sent_bytes < WINDOW_BYTES_MIN + 3000
-    pair.client_says(Get((b"key",), opaque=1))
+    pair.client_sends(Get((b"key",), opaque=1))
     pair.server.send(GetReply(HISTORY, 1, chunk(3, 0, 0, 1).chunk, opaque=1))
     assert type(pair.to_client()[-1]) is GetReply

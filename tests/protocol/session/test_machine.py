@@ -16,9 +16,9 @@ from tests.protocol.session.kit import (
     chunk,
     close_stream,
     end,
+    full_state,
     mutate,
     mutate_reply,
-    portrait,
     snapshot,
     start,
     stream,
@@ -339,7 +339,7 @@ class Conversation(RuleBasedStateMachine):
 
     @staticmethod
     def books(session: ClientSession | ServerSession) -> dict[str, Any]:
-        whole = portrait(session)
+        whole = full_state(session)
         return {
             name: whole[name]
             for name in ("state", "streams", "window", "credit", "barriers", "requests", "agreed")

@@ -302,7 +302,7 @@ def test_the_session_cycles_over_the_partitions_that_are_ready() -> None:
         if turn == 5 and rounds < 1:
             rounds += 1
             pair.server.mark_ready(PartitionId(2))
-            pair.client_says(Barrier(b"second"))
+            pair.client_sends(Barrier(b"second"))
     for message in pair.to_client():
         if isinstance(message, CycleEnd):
             messages.append(message.cycle)
@@ -327,8 +327,8 @@ def test_the_session_cycles_over_the_partitions_that_are_ready() -> None:
 def _busy_pair(registered: int, ready: int) -> Pair:
     pair = Pair.in_state(SessionState.STREAMING)
     for partition in range(registered):
-        pair.client_says(stream(partition, partition + 1))
-        pair.server_says(stream_reply(partition, partition + 1))
+        pair.client_sends(stream(partition, partition + 1))
+        pair.server_sends(stream_reply(partition, partition + 1))
     for partition in range(ready):
         pair.server.mark_ready(PartitionId(partition))
     return pair
@@ -368,14 +368,14 @@ def test_no_partition_has_a_turn_before_the_client_sends_go() -> None:
     pair.accept(3, 9)
     pair.server.mark_ready(PartitionId(3))
     assert pair.server.next_partition() is None
-    pair.client_says(Go())
+    pair.client_sends(Go())
     assert pair.server.next_partition() == 3
     assert taken(pair.server) == b""
 
 
 def test_the_first_cycle_is_announced_even_if_it_was_empty() -> None:
     pair = Pair.in_state(SessionState.OPEN)
-    pair.client_says(Go())
+    pair.client_sends(Go())
     assert pair.server.next_partition() is None
     assert pair.to_client() == [CycleEnd(1)]
     assert pair.server.next_partition() is None

@@ -14,7 +14,7 @@ from upr_protocol.wire import HEADER_BYTES, Credit, Message, Stats
 
 def _open_server() -> ServerSession:
     pair = Pair.in_state(SessionState.OPEN)
-    pair.server_says(Credit(1 << 20))
+    pair.server_sends(Credit(1 << 20))
     return pair.server
 
 

@@ -78,7 +78,7 @@ def test_a_version_that_is_refused_says_what_either_side_speaks(
 )
 def test_a_barrier_out_of_order_names_the_oldest(opened: list[bytes], oldest: str) -> None:
     pair = Pair.in_state(SessionState.STREAMING)
-    pair.client_says(*map(Barrier, opened))
+    pair.client_sends(*map(Barrier, opened))
     with pytest.raises(LocalProtocolError, match=f"oldest open barrier has {oldest}$"):
         pair.server.send(BarrierReply(b"\x0c", ()))
 
@@ -87,7 +87,7 @@ def test_an_acknowledgement_of_too_much_says_how_much_was_received() -> None:
     pair = Pair.in_state(SessionState.STREAMING)
     pair.accept(3, 9)
     pair.turn(3)
-    pair.server_says(start(3, 9, 0, 10), chunk(3, 9, 0, 10))
+    pair.server_sends(start(3, 9, 0, 10), chunk(3, 9, 0, 10))
     client: ClientSession = pair.client
     bytes_received = client.window.used_bytes
     client.acknowledge(10)

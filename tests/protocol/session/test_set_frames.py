@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.kit.placed_keys import key_in
-from tests.protocol.session.kit import encoded, frames, hello, portrait, taken
+from tests.protocol.session.kit import encoded, frames, full_state, hello, taken
 from upr_protocol.chunk import Bundle, BundleRun, Chunk, Mutation, chunk_of_plain_sets, decode_runs
 from upr_protocol.errors import LocalProtocolError, RemoteProtocolError
 from upr_protocol.ids import Cas, Durability, HistoryId, Operation, PartitionId, SeqNo
@@ -199,7 +199,7 @@ def test_sets_that_are_read_together_are_what_they_are_one_by_one(
         except RemoteProtocolError as caught:
             error = str(caught)
         messages = [encoded(message) for message, _ in log]
-        results.append((messages, [answer for _, answer in log], error, portrait(session)))
+        results.append((messages, [answer for _, answer in log], error, full_state(session)))
     assert results[0] == results[1]
 
 
@@ -272,4 +272,4 @@ def test_a_bundle_is_answered_as_with_a_message(
         assert errors[0] == errors[1]
         assert sessions[0].outgoing_bytes == sessions[1].outgoing_bytes
         assert taken(sessions[0]) == taken(sessions[1])
-        assert portrait(sessions[0]) == portrait(sessions[1])
+        assert full_state(sessions[0]) == full_state(sessions[1])

@@ -13,7 +13,7 @@ from tests.protocol.session.kit import (
     assert_refused,
     encoded,
     frames,
-    portrait,
+    full_state,
     taken,
 )
 from upr_kernel import pack_header
@@ -147,7 +147,7 @@ def test_a_side_can_send_exactly_the_messages_that_the_state_allows(
     for kind in MESSAGES.values():
         pair = _pair(side, kind, state)
         session: Session = pair.client if side == "client" else pair.server
-        before = portrait(session)
+        before = full_state(session)
         follows = _leads_to(side, kind, state)
         if follows is not None:
             session.send(SAMPLES[kind])
@@ -159,7 +159,7 @@ def test_a_side_can_send_exactly_the_messages_that_the_state_allows(
         with pytest.raises(LocalProtocolError) as caught:
             session.send(SAMPLES[kind])
         assert caught.value.status is Status.OUT_OF_TURN
-        assert portrait(session) == before
+        assert full_state(session) == before
 
 
 @pytest.mark.parametrize("state", STATES)
@@ -189,13 +189,13 @@ def test_a_closed_session_sends_nothing_and_ignores_everything(side: str) -> Non
     for sample in SAMPLES.values():
         pair = Pair.in_state(SessionState.CLOSED)
         session: Session = pair.client if side == "client" else pair.server
-        before = portrait(session)
+        before = full_state(session)
         with pytest.raises(LocalProtocolError):
             session.send(sample)
         session.receive(encoded(sample) + b"garbage", 0.0)
         assert list(session.messages()) == []
         assert session.buffered == 0
-        assert portrait(session) == before
+        assert full_state(session) == before
 
 
 def test_a_stranger_can_send_no_long_frame() -> None:
@@ -269,7 +269,7 @@ def test_a_failing_session_sends_one_error_however_long_the_sentence() -> None:
 
 def test_a_value_that_does_not_fit_the_layout_is_not_sent() -> None:
     pair = Pair.in_state(SessionState.READY)
-    before = portrait(pair.client)
+    before = full_state(pair.client)
     for message in (
         Stats(bucket="x" * 70_000),
         Stats(bucket="\ud800"),
@@ -278,7 +278,7 @@ def test_a_value_that_does_not_fit_the_layout_is_not_sent() -> None:
     ):
         with pytest.raises(LocalProtocolError):
             pair.client.send(message)
-    assert portrait(pair.client) == before
+    assert full_state(pair.client) == before
 
 
 def test_the_client_introduces_itself_with_the_identity_it_was_given() -> None:

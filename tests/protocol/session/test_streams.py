@@ -1,4 +1,4 @@
-"""One partition's stream: every input in every state on both sides, and nothing left out."""
+"""The stream of one partition: each input in each state on both sides."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.protocol.session.kit import (
     close_stream,
     encoded,
     end,
-    portrait,
+    full_state,
     snapshot,
     start,
     stored,
@@ -43,9 +43,9 @@ from upr_protocol.wire import (
     StreamEnd,
 )
 
-# What may happen to a stream, and where it leads; `.` where it may not. Written from
-# the protocol, and not from the code. In brackets: the server may not say it any more, but it
-# may be on its way, and the client drops it.
+# The inputs of a stream, and the state after each; `.` where the input is not allowed. Written from
+# the protocol, and not from the code. In brackets: the server may not send it any more, but it may
+# have sent it before, and the client drops it.
 TABLE: Final = """
                      ABSENT     REQUESTED  BETWEEN   INSIDE    CLOSING
 
@@ -61,8 +61,8 @@ client CloseStream   .          .          CLOSING   CLOSING   .
 server StreamEnd     .          .          ABSENT    ABSENT    ABSENT
 """
 
-# The stream stands at 10, inside (0, 10]: a chunk without mutations, the end, and a start that
-# replaces it are all in order.
+# The stream is at 10, inside the snapshot (0, 10]: a chunk without mutations, the end, and a start
+# that replaces the snapshot are all allowed.
 INPUTS: Final[dict[str, Message]] = {
     "Stream": stream(3, 9),
     "accepts": stream_reply(3, 9),
@@ -82,31 +82,31 @@ INPUTS: Final[dict[str, Message]] = {
 def _read_table() -> list[tuple[str, str, str, str]]:
     head, *rows = [line.split() for line in TABLE.splitlines() if line.strip()]
     return [
-        (side, happened, state, cell)
-        for side, happened, *cells in rows
+        (side, input_name, state, cell)
+        for side, input_name, *cells in rows
         for state, cell in zip(head, cells, strict=True)
     ]
 
 
-EVERY: Final = [pytest.param(*row, id="-".join(row[1:3])) for row in _read_table()]
+CELLS: Final = [pytest.param(*row, id="-".join(row[1:3])) for row in _read_table()]
 
 
 def _pair(state: str, *, crossing: bool) -> Pair:
     """A pair whose stream of partition 3 is in `state`, with opaque 9.
 
-    CLOSING, `crossing` says whether the server has not heard of it yet.
+    In CLOSING, `crossing` says whether the client's message is still on its way to the server.
     """
     pair = Pair.in_state(SessionState.STREAMING)
     if state == "ABSENT":
         return pair
-    pair.client_says(stream(3, 9))
+    pair.client_sends(stream(3, 9))
     if state == "REQUESTED":
         return pair
-    pair.server_says(stream_reply(3, 9))
+    pair.server_sends(stream_reply(3, 9))
     pair.turn(3)
-    pair.server_says(start(3, 9, 0, 10), chunk(3, 9, 0, 10))
+    pair.server_sends(start(3, 9, 0, 10), chunk(3, 9, 0, 10))
     if state == "BETWEEN":
-        pair.server_says(end(3, 9, 10))
+        pair.server_sends(end(3, 9, 10))
         pair.turn(3)
     if state == "CLOSING":
         pair.client.send(close_stream(3, 9))
@@ -123,38 +123,42 @@ def _state_of(session: Session) -> str:
 
 
 def test_the_table_covers_every_state_and_input() -> None:
-    assert len(EVERY) == 5 * 10
+    assert len(CELLS) == 5 * 10
 
 
-@pytest.mark.parametrize(("side", "happened", "state", "cell"), EVERY)
-def test_said(side: str, happened: str, state: str, cell: str) -> None:
+@pytest.mark.parametrize(("side", "input_name", "state", "cell"), CELLS)
+def test_an_input_is_sent_only_as_in_the_table(
+    side: str, input_name: str, state: str, cell: str
+) -> None:
     pair = _pair(state, crossing=False)
     session: Session = pair.client if side == "client" else pair.server
     assert _state_of(session) == state
-    before = portrait(session)
+    before = full_state(session)
     if cell.isalpha():
-        session.send(INPUTS[happened])
+        session.send(INPUTS[input_name])
         assert _state_of(session) == cell
         return
     with pytest.raises(LocalProtocolError):
-        session.send(INPUTS[happened])
-    assert portrait(session) == before
+        session.send(INPUTS[input_name])
+    assert full_state(session) == before
 
 
-@pytest.mark.parametrize(("side", "happened", "state", "cell"), EVERY)
-def test_heard(side: str, happened: str, state: str, cell: str) -> None:
+@pytest.mark.parametrize(("side", "input_name", "state", "cell"), CELLS)
+def test_an_input_is_received_only_as_in_the_table(
+    side: str, input_name: str, state: str, cell: str
+) -> None:
     pair = _pair(state, crossing=True)
     session: Session = pair.server if side == "client" else pair.client
     if state == "CLOSING" and session is pair.server:
         pair = _pair(state, crossing=False)
         session = pair.server
-    message = INPUTS[happened]
+    message = INPUTS[input_name]
     session.receive(encoded(message), 0.0)
-    if (state, happened) == ("ABSENT", "CloseStream"):
-        # It may have been said before our StreamEnd was heard.
-        before = portrait(session)
+    if (state, input_name) == ("ABSENT", "CloseStream"):
+        # The client may have sent it before it received StreamEnd.
+        before = full_state(session)
         assert list(session.messages()) == []
-        assert portrait(session) == before
+        assert full_state(session) == before
     elif cell == "[CLOSING]":
         assert list(session.messages()) == []
         assert _state_of(session) == "CLOSING"
@@ -162,18 +166,18 @@ def test_heard(side: str, happened: str, state: str, cell: str) -> None:
         assert list(session.messages()) == [message]
         assert _state_of(session) == cell
     else:
-        # An answer to a request that is not open is no answer; the rest is out of turn.
-        malformed = happened in ("accepts", "refuses") and state == "ABSENT"
-        if happened == "Stream":
-            # Its opaque is the stream's.
+        # An answer without an open request is malformed; anything else is out of turn.
+        malformed = input_name in ("accepts", "refuses") and state == "ABSENT"
+        if input_name == "Stream":
+            # The open stream has the same opaque.
             status = Status.OPAQUE_IN_USE
         else:
             status = Status.MALFORMED if malformed else Status.OUT_OF_TURN
         assert_refused(session, status)
 
 
-def test_each_close_of_a_stream_that_is_not_there_is_a_step_of_its_own() -> None:
-    """It is no message. But a peer may send thousands, and others have their turn in between."""
+def test_each_close_of_a_missing_stream_is_a_step_of_its_own() -> None:
+    """It yields no message. But a peer may send thousands, and other tasks must run in between."""
     pair = Pair.in_state(SessionState.STREAMING)
     pair.server.receive(encoded(*[close_stream(3, 9)] * 3, Noop()), 0.0)
     assert list(pair.server.message_steps()) == [None, None, None, Noop()]
@@ -182,18 +186,18 @@ def test_each_close_of_a_stream_that_is_not_there_is_a_step_of_its_own() -> None
 def test_a_second_stream_of_a_partition_is_refused_with_any_opaque() -> None:
     for state in ("REQUESTED", "BETWEEN", "INSIDE", "CLOSING"):
         pair = _pair(state, crossing=False)
-        before = portrait(pair.client)
+        before = full_state(pair.client)
         with pytest.raises(LocalProtocolError):
             pair.client.send(stream(3, 10))
-        assert portrait(pair.client) == before
+        assert full_state(pair.client) == before
         pair.server.receive(encoded(stream(3, 10)), 0.0)
         assert_refused(pair.server, Status.OUT_OF_TURN)
 
 
-# What is wrong inside a snapshot: (what was sent of it, what comes then).
+# Messages that are wrong inside a snapshot: how much of it was sent before, and the message.
 WRONG: Final = {
-    "a start behind where the stream stands": ("BETWEEN", start(3, 9, 11, 20)),
-    "a start before where the stream stands": ("BETWEEN", start(3, 9, 9, 20)),
+    "a start above the stream's position": ("BETWEEN", start(3, 9, 11, 20)),
+    "a start below the stream's position": ("BETWEEN", start(3, 9, 9, 20)),
     "a start that ends before it begins": ("BETWEEN", start(3, 9, 10, 9)),
     "a start for another stream of the partition": ("BETWEEN", start(3, 8, 10, 20)),
     "a whole snapshot that leaves something out": ("BETWEEN", snapshot(3, 9, 11, 20)),
@@ -204,7 +208,7 @@ WRONG: Final = {
     "a chunk beyond the end": ("INSIDE", chunk(3, 9, 10, 21)),
     "a chunk for another stream of the partition": ("INSIDE", chunk(3, 8, 10, 15)),
     "an end before everything came": ("INSIDE", end(3, 9, 20)),
-    "an end of what came, which is not all": ("INSIDE", end(3, 9, 10)),
+    "an end at the last chunk, which is not the last": ("INSIDE", end(3, 9, 10)),
     "an end for another stream of the partition": ("ALL", end(3, 8, 20)),
     "an end beyond the end": ("ALL", end(3, 9, 21)),
     "an end before the end": ("ALL", end(3, 9, 19)),
@@ -215,41 +219,43 @@ WRONG: Final = {
 }
 
 
-def _stand(state: str) -> Pair:
-    """A stream that is complete at 10, and from there on INSIDE (10, 20], with SOME or ALL of it
-    sent."""
+def _pair_at_10(state: str) -> Pair:
+    """A pair whose stream is complete at 10. Unless `state` is BETWEEN, the snapshot (10, 20] has
+    begun: INSIDE, with nothing of it sent; or SOME or ALL of it."""
     pair = _pair("BETWEEN", crossing=False)
     if state != "BETWEEN":
-        pair.server_says(start(3, 9, 10, 20))
+        pair.server_sends(start(3, 9, 10, 20))
     if state in ("SOME", "ALL"):
-        pair.server_says(chunk(3, 9, 10, 15))
+        pair.server_sends(chunk(3, 9, 10, 15))
     if state == "ALL":
-        pair.server_says(chunk(3, 9, 15, 20))
+        pair.server_sends(chunk(3, 9, 15, 20))
     return pair
 
 
 @pytest.mark.parametrize(("state", "message"), WRONG.values(), ids=WRONG)
-def test_nothing_is_left_out_or_repeated(state: str, message: Message) -> None:
-    pair = _stand(state)
-    before = portrait(pair.server)
+def test_chunks_that_leave_out_or_repeat_something_are_refused(
+    state: str, message: Message
+) -> None:
+    pair = _pair_at_10(state)
+    before = full_state(pair.server)
     with pytest.raises(LocalProtocolError) as caught:
         pair.server.send(message)
     assert caught.value.status is Status.MALFORMED
-    assert portrait(pair.server) == before
-    before = portrait(pair.client)
+    assert full_state(pair.server) == before
+    before = full_state(pair.client)
     pair.client.receive(encoded(message), 0.0)
     assert_refused(pair.client, Status.MALFORMED)
-    after = portrait(pair.client)
+    after = full_state(pair.client)
     for same in ("streams", "window", "requests"):
         assert after[same] == before[same]
 
 
 def test_a_snapshot_in_one_frame_equals_a_start_a_chunk_and_an_end() -> None:
-    long, short = _stand("BETWEEN"), _stand("BETWEEN")
-    long.server_says(start(3, 9, 10, 20), chunk(3, 9, 10, 20), end(3, 9, 20))
-    short.server_says(snapshot(3, 9, 10, 20))
-    assert portrait(long.server) == portrait(short.server)
-    assert portrait(long.client) == portrait(short.client)
+    long, short = _pair_at_10("BETWEEN"), _pair_at_10("BETWEEN")
+    long.server_sends(start(3, 9, 10, 20), chunk(3, 9, 10, 20), end(3, 9, 20))
+    short.server_sends(snapshot(3, 9, 10, 20))
+    assert full_state(long.server) == full_state(short.server)
+    assert full_state(long.client) == full_state(short.client)
     short.client.acknowledge(HEADER_BYTES + snapshot(3, 9, 10, 20).chunk.nbytes)
 
 
@@ -261,58 +267,59 @@ def _no_history() -> Pair:
 
 
 def _interrupted() -> Pair:
-    pair = _stand("SOME")
-    pair.server_says(stream_end(3, 9, Status.STATE_CHANGED))
-    pair.client_says(stream(3, 9, _position(10, 15, begin=10, until=20)))
-    pair.server_says(stream_reply(3, 9, 15))
+    pair = _pair_at_10("SOME")
+    pair.server_sends(stream_end(3, 9, Status.STATE_CHANGED))
+    pair.client_sends(stream(3, 9, _position(10, 15, begin=10, until=20)))
+    pair.server_sends(stream_reply(3, 9, 15))
     pair.turn(3)
     return pair
 
 
 def _without_turn() -> Pair:
-    pair = _stand("BETWEEN")
+    pair = _pair_at_10("BETWEEN")
     pair.server.end_turn()
     return pair
 
 
 def _window_used_up() -> Pair:
-    pair = _stand("BETWEEN")
+    pair = _pair_at_10("BETWEEN")
     pair.server.window.note_sent(pair.server.window.remaining_bytes)
     return pair
 
 
 def _closing() -> Pair:
-    pair = _stand("BETWEEN")
-    pair.client_says(close_stream(3, 9))
+    pair = _pair_at_10("BETWEEN")
+    pair.client_sends(close_stream(3, 9))
     return pair
 
 
 def _inside_without_window() -> Pair:
-    pair = _stand("INSIDE")
+    pair = _pair_at_10("INSIDE")
     pair.server.window.note_sent(pair.server.window.remaining_bytes)
     return pair
 
 
 def _closing_inside() -> Pair:
-    pair = _stand("INSIDE")
-    pair.client_says(close_stream(3, 9))
+    pair = _pair_at_10("INSIDE")
+    pair.client_sends(close_stream(3, 9))
     return pair
 
 
-Stand = Callable[[], Pair]
+NewPair = Callable[[], Pair]
 
 
-def _assert_judged_alike(
-    stand: Stand, message: PartitionChunk, send_short: Callable[[ServerSession], None]
+def _check_same_outcome(
+    new_pair: NewPair, message: PartitionChunk, send_directly: Callable[[ServerSession], None]
 ) -> bool:
-    """Sends `message` as any message, and the short way; returns whether it was sent."""
-    general, short = stand(), stand()
+    """Sends `message` with `send`, and with `send_directly`, from equal sessions, and checks that
+    both do the same; returns whether it was sent."""
+    general, direct = new_pair(), new_pair()
     errors: list[LocalProtocolError | None] = []
-    ways: tuple[Callable[[], None], ...] = (
+    sends: tuple[Callable[[], None], ...] = (
         lambda: general.server.send(message),
-        lambda: send_short(short.server),
+        lambda: send_directly(direct.server),
     )
-    for send in ways:
+    for send in sends:
         try:
             send()
         except LocalProtocolError as error:
@@ -320,18 +327,18 @@ def _assert_judged_alike(
         else:
             errors.append(None)
     assert str(errors[0]) == str(errors[1])
-    assert portrait(general.server) == portrait(short.server)
-    assert taken(general.server) == taken(short.server)
+    assert full_state(general.server) == full_state(direct.server)
+    assert taken(general.server) == taken(direct.server)
     return errors[0] is None
 
 
 @pytest.mark.parametrize(
-    ("stand", "after", "until", "is_sent"),
+    ("new_pair", "after", "until", "is_sent"),
     [
-        (lambda: _stand("BETWEEN"), 10, 20, True),
-        (lambda: _stand("BETWEEN"), 11, 20, False),
-        (lambda: _stand("BETWEEN"), 9, 20, False),
-        (lambda: _stand("SOME"), 15, 20, False),
+        (lambda: _pair_at_10("BETWEEN"), 10, 20, True),
+        (lambda: _pair_at_10("BETWEEN"), 11, 20, False),
+        (lambda: _pair_at_10("BETWEEN"), 9, 20, False),
+        (lambda: _pair_at_10("SOME"), 15, 20, False),
         (_no_history, 0, 10, False),
         (_interrupted, 15, 19, False),
         (_without_turn, 10, 20, False),
@@ -339,26 +346,26 @@ def _assert_judged_alike(
         (_closing, 10, 20, False),
     ],
 )
-def test_a_snapshot_that_is_sent_the_short_way_is_judged_as_any_message(
-    stand: Stand, after: int, until: int, is_sent: bool
+def test_a_snapshot_that_is_sent_without_a_message_is_checked_like_a_message(
+    new_pair: NewPair, after: int, until: int, is_sent: bool
 ) -> None:
     message = snapshot(3, 9, after, until)
-    assert is_sent == _assert_judged_alike(
-        stand, message, lambda server: server.send_snapshot(message.partition, message.chunk)
+    assert is_sent == _check_same_outcome(
+        new_pair, message, lambda server: server.send_snapshot(message.partition, message.chunk)
     )
 
 
 @pytest.mark.parametrize(
-    ("stand", "after", "until", "is_sent"),
+    ("new_pair", "after", "until", "is_sent"),
     [
-        (lambda: _stand("INSIDE"), 10, 15, True),
-        (lambda: _stand("INSIDE"), 10, 20, True),
-        (lambda: _stand("SOME"), 15, 20, True),
-        (lambda: _stand("SOME"), 15, 21, False),
-        (lambda: _stand("SOME"), 14, 20, False),
-        (lambda: _stand("SOME"), 16, 20, False),
-        (lambda: _stand("ALL"), 20, 21, False),
-        (lambda: _stand("BETWEEN"), 10, 20, False),
+        (lambda: _pair_at_10("INSIDE"), 10, 15, True),
+        (lambda: _pair_at_10("INSIDE"), 10, 20, True),
+        (lambda: _pair_at_10("SOME"), 15, 20, True),
+        (lambda: _pair_at_10("SOME"), 15, 21, False),
+        (lambda: _pair_at_10("SOME"), 14, 20, False),
+        (lambda: _pair_at_10("SOME"), 16, 20, False),
+        (lambda: _pair_at_10("ALL"), 20, 21, False),
+        (lambda: _pair_at_10("BETWEEN"), 10, 20, False),
         (_no_history, 0, 10, False),
         (_interrupted, 15, 20, False),
         (_without_turn, 10, 20, False),
@@ -366,16 +373,16 @@ def test_a_snapshot_that_is_sent_the_short_way_is_judged_as_any_message(
         (_closing_inside, 10, 20, False),
     ],
 )
-def test_a_chunk_that_is_sent_the_short_way_is_judged_as_any_message(
-    stand: Stand, after: int, until: int, is_sent: bool
+def test_a_chunk_that_is_sent_without_a_message_is_checked_like_a_message(
+    new_pair: NewPair, after: int, until: int, is_sent: bool
 ) -> None:
     message = chunk(3, 9, after, until)
-    assert is_sent == _assert_judged_alike(
-        stand, message, lambda server: server.send_chunk(message.partition, message.chunk)
+    assert is_sent == _check_same_outcome(
+        new_pair, message, lambda server: server.send_chunk(message.partition, message.chunk)
     )
 
 
-def _refused_on_both_sides(pair: Pair, message: Message) -> None:
+def _check_refused_by_both(pair: Pair, message: Message) -> None:
     with pytest.raises(LocalProtocolError):
         pair.server.send(message)
     pair.client.receive(encoded(message), 0.0)
@@ -386,37 +393,37 @@ def test_a_snapshot_in_one_frame_needs_an_earlier_start_that_names_its_history()
     pair = Pair.in_state(SessionState.STREAMING)
     pair.accept(3, 9)
     pair.turn(3)
-    _refused_on_both_sides(pair, snapshot(3, 9, 0, 10))
+    _check_refused_by_both(pair, snapshot(3, 9, 0, 10))
 
 
 def test_a_snapshot_in_one_frame_must_reach_the_end_of_an_interrupted_one() -> None:
-    pair = _stand("SOME")
-    pair.server_says(stream_end(3, 9, Status.STATE_CHANGED))
-    pair.client_says(stream(3, 9, _position(10, 15, begin=10, until=20)))
-    pair.server_says(stream_reply(3, 9, 15))
+    pair = _pair_at_10("SOME")
+    pair.server_sends(stream_end(3, 9, Status.STATE_CHANGED))
+    pair.client_sends(stream(3, 9, _position(10, 15, begin=10, until=20)))
+    pair.server_sends(stream_reply(3, 9, 15))
     pair.turn(3)
-    _refused_on_both_sides(pair, snapshot(3, 9, 15, 19))
+    _check_refused_by_both(pair, snapshot(3, 9, 15, 19))
 
 
 def test_a_snapshot_whose_cursor_was_dropped_is_replaced() -> None:
-    pair = _stand("SOME")
-    pair.server_says(start(3, 9, 15, 30), chunk(3, 9, 15, 30), end(3, 9, 30))
+    pair = _pair_at_10("SOME")
+    pair.server_sends(start(3, 9, 15, 30), chunk(3, 9, 15, 30), end(3, 9, 30))
     for session in (pair.client, pair.server):
         record = session.streams[PartitionId(3)]
         assert (record.seq, record.end, record.complete) == (30, 30, 30)
 
 
 def test_the_snapshot_that_replaces_another_may_end_where_it_did() -> None:
-    pair = _stand("SOME")
-    pair.server_says(start(3, 9, 15, 20), chunk(3, 9, 15, 20), end(3, 9, 20))
+    pair = _pair_at_10("SOME")
+    pair.server_sends(start(3, 9, 15, 20), chunk(3, 9, 15, 20), end(3, 9, 20))
     assert pair.server.snapshot_ends == ((3, 20),)
 
 
 def test_a_chunk_may_end_before_the_next_number_and_hold_nothing() -> None:
     """What was deduplicated leaves gaps in the numbers, but none in what chunks cover."""
-    pair = _stand("INSIDE")
+    pair = _pair_at_10("INSIDE")
     empty_chunk = Chunk.build([], SeqNo(13), SeqNo(16))
-    pair.server_says(
+    pair.server_sends(
         chunk(3, 9, 10, 13),
         PartitionChunk(stored(13, 13), partition=PartitionId(3), opaque=9),
         PartitionChunk(empty_chunk, partition=PartitionId(3), opaque=9),
@@ -426,7 +433,7 @@ def test_a_chunk_may_end_before_the_next_number_and_hold_nothing() -> None:
     assert pair.client.streams[PartitionId(3)].complete == 20
 
 
-# Where a stream goes on.
+# The position at which a stream continues.
 
 
 def _position(complete: int, received: int, *, begin: int = 0, until: int = 0) -> Position:
@@ -436,58 +443,61 @@ def _position(complete: int, received: int, *, begin: int = 0, until: int = 0) -
 
 def _resume(position: Position, seq: int) -> Pair:
     pair = Pair.in_state(SessionState.STREAMING)
-    pair.client_says(stream(3, 9, position))
-    pair.server_says(stream_reply(3, 9, seq))
+    pair.client_sends(stream(3, 9, position))
+    pair.server_sends(stream_reply(3, 9, seq))
     pair.turn(3)
     return pair
 
 
 @pytest.mark.parametrize(("received", "seq"), [(15, 16), (12, 13), (15, 14), (15, 10), (15, 4)])
-def test_a_stream_continues_where_its_client_stands(received: int, seq: int) -> None:
+def test_a_stream_reply_with_another_position_than_the_clients_is_refused(
+    received: int, seq: int
+) -> None:
     pair = Pair.in_state(SessionState.STREAMING)
-    pair.client_says(stream(3, 9, _position(10, received, begin=10, until=20)))
+    pair.client_sends(stream(3, 9, _position(10, received, begin=10, until=20)))
     message = stream_reply(3, 9, seq)
-    before = portrait(pair.server)
+    before = full_state(pair.server)
     with pytest.raises(LocalProtocolError):
         pair.server.send(message)
-    assert portrait(pair.server) == before
+    assert full_state(pair.server) == before
     pair.client.receive(encoded(message), 0.0)
     assert_refused(pair.client, Status.MALFORMED)
 
 
-def test_a_snapshot_that_a_client_was_cut_in_is_finished() -> None:
-    """It was spared older changes for the sake of newer ones, which must come before any end."""
+def test_an_interrupted_snapshot_is_completed_before_its_end_is_sent() -> None:
+    """The part that the client has may lack older values of keys whose newer values are in the
+    rest."""
     pair = _resume(_position(10, 15, begin=10, until=20), 15)
     assert pair.server.snapshot_ends == ((3, 10),)
     message = start(3, 9, 15, 19)
     with pytest.raises(LocalProtocolError):
         pair.server.send(message)
-    pair.server_says(start(3, 9, 15, 20), chunk(3, 9, 15, 20))
+    pair.server_sends(start(3, 9, 15, 20), chunk(3, 9, 15, 20))
     assert pair.server.snapshot_ends == ((3, 10),)
-    pair.server_says(end(3, 9, 20))
+    pair.server_sends(end(3, 9, 20))
     assert pair.server.snapshot_ends == ((3, 20),)
 
 
-def test_a_client_refuses_an_end_before_that_of_the_snapshot_it_was_cut_in() -> None:
+def test_a_client_refuses_a_snapshot_that_ends_before_the_interrupted_one() -> None:
     pair = _resume(_position(10, 15, begin=10, until=20), 15)
     pair.client.receive(encoded(start(3, 9, 15, 19)), 0.0)
     assert_refused(pair.client, Status.MALFORMED)
 
 
-def test_a_snapshot_of_which_a_client_has_nothing_need_not_be_finished() -> None:
+def test_a_snapshot_of_which_the_client_has_nothing_need_not_be_completed() -> None:
     pair = _resume(_position(10, 10, begin=10, until=20), 10)
-    pair.server_says(start(3, 9, 10, 12), chunk(3, 9, 10, 12), end(3, 9, 12))
+    pair.server_sends(start(3, 9, 10, 12), chunk(3, 9, 10, 12), end(3, 9, 12))
     assert pair.server.snapshot_ends == ((3, 12),)
 
 
-def test_a_client_that_lacks_only_the_word_of_the_end_is_complete() -> None:
+def test_a_client_that_lacks_only_the_end_message_is_complete() -> None:
     pair = _resume(_position(10, 20, begin=10, until=20), 20)
     assert pair.server.snapshot_ends == ((3, 20),)
 
 
-def test_only_positions_that_a_client_can_have_are_said() -> None:
+def test_a_client_sends_no_position_that_contradicts_itself() -> None:
     pair = Pair.in_state(SessionState.OPEN)
-    before = portrait(pair.client)
+    before = full_state(pair.client)
     for position in (
         _position(10, 11),
         _position(10, 9),
@@ -497,15 +507,15 @@ def test_only_positions_that_a_client_can_have_are_said() -> None:
     ):
         with pytest.raises(LocalProtocolError):
             pair.client.send(stream(3, 9, position))
-    assert portrait(pair.client) == before
-    # The snapshot was announced, and nothing of it has come.
-    pair.client_says(stream(3, 9, _position(10, 10, begin=10, until=20)))
+    assert full_state(pair.client) == before
+    # The snapshot was announced, but nothing of it has come: that is possible.
+    pair.client_sends(stream(3, 9, _position(10, 10, begin=10, until=20)))
 
 
 # Streams that end.
 
 
-def test_frames_on_their_way_when_a_stream_is_closed_are_dropped_and_acknowledged() -> None:
+def test_frames_that_arrive_after_a_stream_is_closed_are_dropped_and_acknowledged() -> None:
     pair = Pair.in_state(SessionState.STREAMING, window_bytes=64 * 1024)
     pair.accept(3, 9)
     pair.turn(3)
@@ -524,7 +534,7 @@ def test_frames_on_their_way_when_a_stream_is_closed_are_dropped_and_acknowledge
     pair.turn(3)
     pair.server.send(start(3, 9, 10, 20))
     assert pair.to_client() == []
-    # Both chunks together are worth an acknowledgement.
+    # Both chunks together are enough for an acknowledgement.
     pair.to_server()
     assert pair.server.window.used_bytes == pair.client.window.used_bytes == 0
     assert pair.server.window.remaining_bytes == 64 * 1024
@@ -540,10 +550,10 @@ def test_frames_of_a_closed_stream_must_still_be_in_order() -> None:
 
 
 @pytest.mark.parametrize(("until", "is_refused"), [(19, True), (20, False)])
-def test_a_whole_snapshot_of_a_closed_stream_reaches_the_end_announced(
+def test_a_snapshot_in_one_frame_for_a_closed_stream_must_reach_the_announced_end(
     until: int, is_refused: bool
 ) -> None:
-    pair = _stand("SOME")
+    pair = _pair_at_10("SOME")
     pair.client.send(close_stream(3, 9))
     taken(pair.client)
     pair.client.receive(encoded(snapshot(3, 9, 15, until)), 0.0)
@@ -553,7 +563,7 @@ def test_a_whole_snapshot_of_a_closed_stream_reaches_the_end_announced(
         assert list(pair.client.messages()) == []
 
 
-def test_closing_and_ending_may_cross() -> None:
+def test_a_close_and_an_end_of_a_stream_may_cross() -> None:
     pair = _pair("BETWEEN", crossing=False)
     pair.server.send(stream_end(3, 9, Status.STATE_CHANGED))
     pair.client.send(close_stream(3, 9))
@@ -565,28 +575,28 @@ def test_closing_and_ending_may_cross() -> None:
     assert _state_of(pair.client) == _state_of(pair.server) == "BETWEEN"
 
 
-def test_closing_does_not_cross_into_the_next_stream() -> None:
+def test_a_late_close_of_a_stream_does_not_close_the_next_stream() -> None:
     pair = _pair("BETWEEN", crossing=False)
-    pair.server_says(stream_end(3, 9))
+    pair.server_sends(stream_end(3, 9))
     pair.accept(3, 10)
     pair.server.receive(encoded(close_stream(3, 9)), 0.0)
     assert_refused(pair.server, Status.MALFORMED)
 
 
-def test_a_refused_stream_leaves_no_trace() -> None:
+def test_a_refused_stream_changes_neither_side() -> None:
     pair = Pair.in_state(SessionState.OPEN)
-    before = portrait(pair.client), portrait(pair.server)
+    before = full_state(pair.client), full_state(pair.server)
     for status in (Status.NOT_MY_PARTITION, Status.ROLLBACK, Status.SEQ_TOO_HIGH):
-        pair.client_says(stream(3, 9))
-        pair.server_says(stream_reply(3, 9, status=status))
-        assert (portrait(pair.client), portrait(pair.server)) == before
+        pair.client_sends(stream(3, 9))
+        pair.server_sends(stream_reply(3, 9, status=status))
+        assert (full_state(pair.client), full_state(pair.server)) == before
 
 
 @pytest.mark.parametrize(("ceiling", "is_refused"), [(9, False), (10, True), (11, True)])
-def test_a_rollback_goes_below_what_the_client_has(ceiling: int, is_refused: bool) -> None:
-    """A client that undid nothing, and went on from there, would miss what lies between."""
+def test_a_rollback_must_end_below_the_clients_position(ceiling: int, is_refused: bool) -> None:
+    """Otherwise a client that undoes nothing and continues above it would lack changes."""
     pair = Pair.in_state(SessionState.OPEN)
-    pair.client_says(stream(3, 9, _position(10, 10)))
+    pair.client_sends(stream(3, 9, _position(10, 10)))
     reply = stream_reply(3, 9, ceiling, Status.ROLLBACK)
     if is_refused:
         with pytest.raises(LocalProtocolError):
@@ -594,12 +604,12 @@ def test_a_rollback_goes_below_what_the_client_has(ceiling: int, is_refused: boo
         pair.client.receive(encoded(reply), 0.0)
         assert "roll back" in assert_refused(pair.client, Status.MALFORMED)
     else:
-        pair.server_says(reply)
+        pair.server_sends(reply)
 
 
 def test_a_stream_is_refused_by_a_stream_reply_and_not_by_a_refusal() -> None:
     pair = Pair.in_state(SessionState.OPEN)
-    pair.client_says(stream(3, 9))
+    pair.client_sends(stream(3, 9))
     refusal = Refusal("no", partition=PartitionId(3), opaque=9, status=Status.TEMPORARY_FAILURE)
     with pytest.raises(LocalProtocolError):
         pair.server.send(refusal)
@@ -608,7 +618,7 @@ def test_a_stream_is_refused_by_a_stream_reply_and_not_by_a_refusal() -> None:
 
 
 @pytest.mark.parametrize("status", [0, 63, 73, 128, 999])
-def test_every_stream_that_ends_says_why(status: int) -> None:
+def test_the_end_of_a_stream_must_have_a_known_reason(status: int) -> None:
     pair = _pair("BETWEEN", crossing=False)
     message = StreamEnd(partition=PartitionId(3), opaque=9, status=status)
     with pytest.raises(LocalProtocolError):
@@ -617,9 +627,9 @@ def test_every_stream_that_ends_says_why(status: int) -> None:
     assert_refused(pair.client, Status.MALFORMED)
 
 
-def test_the_answer_to_a_stream_is_about_its_partition() -> None:
+def test_a_stream_reply_for_another_partition_is_refused() -> None:
     pair = Pair.in_state(SessionState.OPEN)
-    pair.client_says(stream(3, 9), stream(4, 10))
+    pair.client_sends(stream(3, 9), stream(4, 10))
     for message, status in (
         (stream_reply(4, 9), Status.MALFORMED),
         (stream_reply(5, 9), Status.OUT_OF_TURN),
@@ -631,7 +641,7 @@ def test_the_answer_to_a_stream_is_about_its_partition() -> None:
     assert_refused(pair.client, Status.MALFORMED)
 
 
-def test_a_stream_record_begins_at_the_client_s_position() -> None:
+def test_a_stream_record_begins_at_the_clients_position() -> None:
     record = StreamRecord(stream(3, 9, BEGINNING))
     assert (record.seq, record.end, record.complete, record.opaque) == (0, 0, 0, 9)
 
@@ -639,15 +649,15 @@ def test_a_stream_record_begins_at_the_client_s_position() -> None:
 # Turns.
 
 
-def test_a_stream_that_ends_in_its_turn_lets_due_barriers_go() -> None:
+def test_barriers_are_answered_when_a_stream_ends_in_its_turn() -> None:
     for ends_it in ("client", "server"):
         pair = _pair("BETWEEN", crossing=False)
-        pair.client_says(Barrier(b"now"))
+        pair.client_sends(Barrier(b"now"))
         pair.server.mark_ready(PartitionId(3))
         pair.server.end_turn()
         assert pair.server.next_partition() == 3
         message = close_stream(3, 9)
-        messages = pair.client_says(message) if ends_it == "client" else []
+        messages = pair.client_sends(message) if ends_it == "client" else []
         assert messages == ([message] if ends_it == "client" else [])
         if ends_it == "server":
             pair.server.send(stream_end(3, 9))
@@ -661,34 +671,34 @@ def test_only_the_partition_whose_turn_it_is_sends_a_snapshot() -> None:
     with pytest.raises(LocalProtocolError, match="turn"):
         pair.server.send(start(3, 9, 0, 10))
     pair.turn(3)
-    before = portrait(pair.server)
+    before = full_state(pair.server)
     with pytest.raises(LocalProtocolError, match="turn"):
         pair.server.send(start(4, 10, 0, 10))
-    assert portrait(pair.server) == before
-    pair.server_says(start(3, 9, 0, 10))
+    assert full_state(pair.server) == before
+    pair.server_sends(start(3, 9, 0, 10))
     for message in (chunk(4, 10, 0, 10), end(4, 10, 0)):
         with pytest.raises(LocalProtocolError, match="turn"):
             pair.server.send(message)
 
 
 def test_a_turn_does_not_end_inside_a_snapshot() -> None:
-    pair = _stand("SOME")
+    pair = _pair_at_10("SOME")
     with pytest.raises(LocalProtocolError):
         pair.server.end_turn()
-    pair.server_says(chunk(3, 9, 15, 20), end(3, 9, 20))
-    pair.server.end_turn()  # nobody's
+    pair.server_sends(chunk(3, 9, 15, 20), end(3, 9, 20))
+    pair.server.end_turn()  # no partition has a turn now, so this does nothing
     assert pair.server.next_partition() is None
 
 
 def test_a_turn_ends_with_its_stream() -> None:
     for ends_it in ("client", "server"):
-        pair = _stand("SOME")
+        pair = _pair_at_10("SOME")
         pair.accept(4, 10)
         pair.server.mark_ready(PartitionId(4))
         if ends_it == "client":
-            pair.client_says(close_stream(3, 9))
+            pair.client_sends(close_stream(3, 9))
             pair.server.end_turn()
-        pair.server_says(stream_end(3, 9))
+        pair.server_sends(stream_end(3, 9))
         assert pair.server.next_partition() == 4
 
 
@@ -699,13 +709,13 @@ def test_a_partition_that_is_not_streamed_is_never_ready() -> None:
         assert pair.server.next_partition() is None
 
 
-def test_a_turn_of_several_snapshots_holds_barriers_until_it_ends() -> None:
-    """A consumer behind several closed snapshots is not up to date after the first of them."""
+def test_barriers_are_answered_after_all_snapshots_of_a_turn() -> None:
+    """After the first of them, a consumer that lacks several snapshots is not up to date."""
     pair = _pair("BETWEEN", crossing=False)
     pair.server.end_turn()
     pair.turn(3)
     pair.server.mark_ready(PartitionId(3))
-    pair.client_says(Barrier(b"now"))
+    pair.client_sends(Barrier(b"now"))
     pair.server.end_turn()
     assert pair.server.next_partition() == 3
     seq = pair.server.streams[PartitionId(3)].seq

@@ -142,8 +142,8 @@ class Stage:
 
     def do_opened(self, _: str) -> Iterator[str]:
         self.pair.deliver()
-        self.pair.client_says(wire.Open("flights", opaque=1))
-        self.pair.server_says(wire.Opened(64, 1, opaque=1))
+        self.pair.client_sends(wire.Open("flights", opaque=1))
+        self.pair.server_sends(wire.Opened(64, 1, opaque=1))
         yield from ()
 
     def do_client(self, text: str) -> Iterator[str]:
