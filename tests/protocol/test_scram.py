@@ -1,7 +1,8 @@
-"""SCRAM-SHA-256: the example of the standard, and who is refused."""
+"""SCRAM-SHA-256: the example of RFC 7677, and what each side refuses."""
 
 from __future__ import annotations
 
+from binascii import a2b_base64
 from typing import Final
 
 import pytest
@@ -28,7 +29,6 @@ BINDING: Final = bytes(range(32))
 
 
 def test_the_example_of_rfc_7677() -> None:
-    from binascii import a2b_base64
 
     client = ScramClient("user", "pencil", "rOprNGfwEbeRWgbNEkqO")
     assert client.mechanism == SCRAM
@@ -68,10 +68,10 @@ def log_in(
     return True
 
 
-def test_only_the_password_lets_in() -> None:
+def test_a_client_logs_in_only_with_the_password() -> None:
     assert log_in(ScramClient("user", "pencil", "nonce"))
     assert not log_in(ScramClient("user", "Pencil", "nonce"))
-    # It is the verifier that counts here, not the name.
+    # The caller has found the verifier by the name. SCRAM itself does not compare names.
     assert log_in(ScramClient("other", "pencil", "nonce"))
 
 
@@ -84,7 +84,7 @@ def test_no_password_fits_a_verifier_that_was_made_up() -> None:
     assert not log_in(ScramClient("user", "pencil", "nonce"), made_up)
 
 
-def test_binding_holds_for_the_certificate_that_both_see() -> None:
+def test_a_log_in_fails_if_the_two_sides_see_different_certificates() -> None:
     def bound(seen_by_server: bytes) -> bool:
         client = ScramClient("user", "pencil", "nonce", BINDING, server_offers_binding=True)
         assert client.mechanism == SCRAM_PLUS
@@ -94,21 +94,22 @@ def test_binding_holds_for_the_certificate_that_both_see() -> None:
     assert not bound(bytes(32))
 
 
-def test_an_offer_that_somebody_removed_is_noticed() -> None:
+def test_a_removed_offer_of_binding_is_detected() -> None:
     client = ScramClient("user", "pencil", "nonce", BINDING, server_offers_binding=False)
     assert client.mechanism == SCRAM
     assert log_in(client)
     with pytest.raises(ScramError, match="somebody in between may have removed it"):
         log_in(client, server_binding=BINDING)
-    # A certificate that gives no binding is not the server's.
+    # The client sees a certificate that gives no binding, so it is not the server's.
+
     with pytest.raises(ScramError, match="somebody in between may have removed it"):
         log_in(ScramClient("user", "pencil", "nonce", b""), server_binding=BINDING)
     assert log_in(ScramClient("user", "pencil", "nonce", b"", server_offers_binding=True))
-    # A client that cannot bind may still log in.
+    # A client that cannot use bindings may log in without.
     assert log_in(ScramClient("user", "pencil", "nonce"), server_binding=BINDING)
 
 
-def test_a_header_that_was_changed_on_the_way_is_noticed() -> None:
+def test_a_log_in_fails_if_the_header_was_changed_on_the_way() -> None:
     client = ScramClient("user", "pencil", "nonce", BINDING, server_offers_binding=False)
     changed = client.client_first().replace(b"y,,", b"n,,")
     first = FirstMessage.read(SCRAM, changed, offers_binding=True)
@@ -116,7 +117,7 @@ def test_a_header_that_was_changed_on_the_way_is_noticed() -> None:
     assert server.server_final(client.client_final(server.server_first())) is None
 
 
-def test_a_server_without_the_verifier_is_noticed() -> None:
+def test_a_client_refuses_a_server_without_the_verifier() -> None:
     client = ScramClient("user", "pencil", "nonce")
     with pytest.raises(ScramError, match="does not prove"):
         client.check_server_final(b"v=AAAA")
@@ -140,7 +141,7 @@ def test_a_server_without_the_verifier_is_noticed() -> None:
         (b"m=x,r=nonceX,s=AAAA,i=4096", "must have the attributes"),
     ],
 )
-def test_what_a_client_refuses(challenge: bytes, sentence: str) -> None:
+def test_a_client_refuses_a_wrong_challenge(challenge: bytes, sentence: str) -> None:
     with pytest.raises(ScramError, match=sentence):
         ScramClient("user", "pencil", "nonce").client_final(challenge)
 
@@ -162,7 +163,9 @@ def test_what_a_client_refuses(challenge: bytes, sentence: str) -> None:
         (SCRAM, b"n,,n=" + b"u" * 129 + b",r=n", "at most 128 bytes"),
     ],
 )
-def test_what_a_server_refuses_first(mechanism: str, message: bytes, sentence: str) -> None:
+def test_a_server_refuses_a_wrong_first_message(
+    mechanism: str, message: bytes, sentence: str
+) -> None:
     with pytest.raises(ScramError, match=sentence):
         FirstMessage.read(mechanism, message, offers_binding=True)
 
@@ -178,21 +181,21 @@ def test_what_a_server_refuses_first(mechanism: str, message: bytes, sentence: s
         (b"r=nonceserver,p=AAAA", "must have the attributes c, r"),
     ],
 )
-def test_what_a_server_refuses_last(final: bytes, sentence: str) -> None:
+def test_a_server_refuses_a_wrong_final_message(final: bytes, sentence: str) -> None:
     first = FirstMessage.read(SCRAM, b"n,,n=user,r=nonce", offers_binding=False)
     with pytest.raises(ScramError, match=sentence):
         ScramServer(first, VERIFIER, "server").server_final(final)
 
 
 @pytest.mark.parametrize("proof", [b"AAAA", b"A" * 43 + b"=", b"A" * 64])
-def test_a_proof_of_any_length_proves_nothing(proof: bytes) -> None:
+def test_a_wrong_proof_of_any_length_is_refused(proof: bytes) -> None:
     first = FirstMessage.read(SCRAM, b"n,,n=user,r=nonce", offers_binding=False)
     server = ScramServer(first, VERIFIER, "server")
     assert server.server_final(b"c=biws,r=nonceserver,p=" + proof) is None
 
 
 @given(st.text(min_size=1, max_size=30))
-def test_a_name_arrives_as_it_was_meant(name: str) -> None:
+def test_a_server_decodes_the_name_that_the_client_encoded(name: str) -> None:
     try:
         client = ScramClient(name, "pencil", "nonce")
     except UsersError:
@@ -201,15 +204,16 @@ def test_a_name_arrives_as_it_was_meant(name: str) -> None:
     assert first.name == client._name
 
 
-def test_a_name_is_as_long_as_a_user_s() -> None:
+def test_a_name_has_at_most_the_length_of_a_users_name() -> None:
     longest = "u" * NAME_BYTES_MAX
     assert log_in(ScramClient(longest, "pencil", "nonce"))
     with pytest.raises(UsersError, match="at most 128 bytes"):
         ScramClient(longest + "u", "pencil", "nonce")
 
 
-def test_names_and_passwords_are_compared_in_one_form() -> None:
-    # "ä" as one character, and as an "a" with two dots; an "A" of full width.
+def test_names_and_passwords_are_compared_in_normal_form() -> None:
+    # "ä" is one character here, and two below: "a" and a combining mark. \uff21 is a wide "A".
+
     verifier = new_verifier("gr\u00e4n", SALT, ITERATIONS)
     assert log_in(ScramClient("\uff21nna", "gra\u0308n", "nonce"), verifier)
     first = FirstMessage.read(
@@ -218,7 +222,7 @@ def test_names_and_passwords_are_compared_in_one_form() -> None:
     assert first.name == "A"
 
 
-def test_passwords_without_sense_are_refused() -> None:
+def test_empty_passwords_and_control_characters_are_refused() -> None:
     for password in ("", "a\nb", "\ud800"):
         with pytest.raises(UsersError, match="the password") as caught:
             new_verifier(password, SALT, ITERATIONS)

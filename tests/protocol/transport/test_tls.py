@@ -1,4 +1,4 @@
-"""TLS without a network: two links, and what is between them."""
+"""TLS without a network: the links of a client and a server, and the bytes between them."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def linked(certificates: Certificates) -> tuple[TlsLink, TlsLink]:
     ),
     st.data(),
 )
-def test_a_socket_may_take_any_part_at_any_time(
+def test_all_data_arrives_whatever_part_of_it_a_socket_accepts(
     certificates: Certificates, buffers: list[bytes], data: st.DataObject
 ) -> None:
     client, server = linked(certificates)
@@ -106,7 +106,7 @@ def test_a_socket_may_take_any_part_at_any_time(
 
 
 def test_one_write_takes_a_bounded_number_of_bytes(certificates: Certificates) -> None:
-    """Though the socket takes all of them."""
+    """Even if the socket accepts all of them."""
     client, server = linked(certificates)
     remainder: Sequence[Buffer] = [bytes(20 * WRITE_BYTES)]
     counts = []
@@ -117,7 +117,7 @@ def test_one_write_takes_a_bounded_number_of_bytes(certificates: Certificates) -
     assert max(counts) == WRITE_BYTES_MAX
 
 
-def test_a_cut_differs_from_an_end(certificates: Certificates) -> None:
+def test_a_cut_connection_is_an_error_and_not_an_end(certificates: Certificates) -> None:
     client, server = linked(certificates)
     client.write([b"something"], server_feed(server))
     assert server.read_bytes(100) == b"something"
@@ -128,7 +128,7 @@ def test_a_cut_differs_from_an_end(certificates: Certificates) -> None:
 
 
 def server_feed(server: TlsLink) -> Callable[[Sequence[Buffer]], Sequence[Buffer]]:
-    """Carries everything to a server at once."""
+    """Returns a `send` that gives everything to a server at once."""
 
     def send(ciphertext: Sequence[Buffer]) -> Sequence[Buffer]:
         server.feed(b"".join(ciphertext))
@@ -137,7 +137,7 @@ def server_feed(server: TlsLink) -> Callable[[Sequence[Buffer]], Sequence[Buffer
     return send
 
 
-def test_a_changed_byte_is_noticed(certificates: Certificates) -> None:
+def test_a_changed_byte_is_detected(certificates: Certificates) -> None:
     client, server = linked(certificates)
     ciphertext = bytearray(b"".join(client.encrypt([bytes(1000)])))
     ciphertext[500] ^= 1
@@ -158,15 +158,15 @@ def test_one_read_decrypts_a_bounded_number_of_records(certificates: Certificate
 
 
 def change_keys(link: TlsLink, *, ask: bool) -> bytes:
-    """A record with which a link changes its keys, and asks for other keys of its peer. Python's
-    `ssl` has no call for that, so OpenSSL is asked for it."""
+    """A record with which a link changes its keys, and with `ask` requests that its peer changes
+    its own. Python's `ssl` has no call for that, so this calls OpenSSL."""
     try:
         library = ctypes.CDLL(_ssl.__file__)
         change, handshake = library.SSL_key_update, library.SSL_do_handshake
     except AttributeError:
-        pytest.skip("OpenSSL's functions are not to be had in this build of Python")
+        pytest.skip("this build of Python does not export OpenSSL's functions")
     change.argtypes, handshake.argtypes = [ctypes.c_void_p, ctypes.c_int], [ctypes.c_void_p]
-    # Behind the head of every object, and a reference, there is OpenSSL's connection.
+    # In a Python object of `ssl`, OpenSSL's connection follows the head and one reference.
     python_object: Any = link._object
     place = id(python_object._sslobj) + object.__basicsize__ + ctypes.sizeof(ctypes.c_void_p)
     connection = ctypes.c_void_p.from_address(place)
@@ -176,10 +176,10 @@ def change_keys(link: TlsLink, *, ask: bool) -> bytes:
 
 
 @pytest.mark.parametrize("ask", [False, True])
-def test_a_peer_that_does_nothing_but_change_its_keys_is_given_up(
+def test_a_connection_on_which_only_keys_are_changed_is_given_up(
     certificates: Certificates, ask: bool
 ) -> None:
-    """One read of such records took 50 ms, and what was to be answered had no bound."""
+    """One read of such records took 50 ms, and the answers to them had no bound."""
     client, server = linked(certificates)
     flood = b"".join(change_keys(client, ask=ask) for _ in range(2000))
     server.feed(flood)
@@ -189,7 +189,8 @@ def test_a_peer_that_does_nothing_but_change_its_keys_is_given_up(
 
 
 def handshaking(certificates: Certificates) -> tuple[TlsLink, TlsLink, bytes]:
-    """A client whose handshake is done, its server, and what the server needs for that, too."""
+    """A client whose handshake is done, its server, and the client's last bytes, with which the
+    server's handshake will be done."""
     client_side, server_side = contexts(certificates)
     client, server = TlsLink(client_side, "localhost"), TlsLink(server_side, None)
     client.handshake()
@@ -201,13 +202,13 @@ def handshaking(certificates: Certificates) -> tuple[TlsLink, TlsLink, bytes]:
 
 
 @pytest.mark.parametrize("ask", [False, True])
-def test_a_peer_that_changes_its_keys_right_behind_the_handshake_is_given_up(
+def test_a_connection_is_given_up_if_only_keys_are_changed_after_the_handshake(
     certificates: Certificates, ask: bool
 ) -> None:
-    """OpenSSL was given all of one read with the end of the handshake, and none of it counted."""
-    client, server, last_words = handshaking(certificates)
+    """OpenSSL got them in one read with the end of the handshake, and they were not counted."""
+    client, server, last_bytes = handshaking(certificates)
     flood = b"".join(change_keys(client, ask=ask) for _ in range(600))
-    server.feed((last_words + flood)[:STRANGER_READ_BYTES])
+    server.feed((last_bytes + flood)[:STRANGER_READ_BYTES])
     assert server.handshake()
     server.take_outgoing()
     with pytest.raises(TlsError, match=rf"has sent {FED_RECORDS} TLS records without data"):
@@ -216,7 +217,9 @@ def test_a_peer_that_changes_its_keys_right_behind_the_handshake_is_given_up(
 
 
 @pytest.mark.parametrize("size", [1, 7, 100, 100_000])
-def test_data_may_come_right_behind_the_handshake(certificates: Certificates, size: int) -> None:
+def test_data_may_arrive_together_with_the_end_of_the_handshake(
+    certificates: Certificates, size: int
+) -> None:
     client, server, wire = handshaking(certificates)
     data = bytes(range(3 * HANDSHAKE_RECORDS))
     for number in data:
@@ -232,7 +235,7 @@ def test_data_may_come_right_behind_the_handshake(certificates: Certificates, si
 
 
 def test_a_peer_that_sends_data_may_change_its_keys(certificates: Certificates) -> None:
-    """However the records are cut on their way, and though one read does not take all of them."""
+    """However the records are split on their way, and though one read does not take all of them."""
     client, server = linked(certificates)
     wire, received = bytearray(), bytearray()
     for index in range(IDLE_RECORDS_MAX):
@@ -249,7 +252,7 @@ def test_a_peer_that_sends_data_may_change_its_keys(certificates: Certificates) 
     assert len(received) == 10 * IDLE_RECORDS_MAX
 
 
-def test_a_handshake_that_takes_too_much_is_refused(certificates: Certificates) -> None:
+def test_a_handshake_of_too_many_bytes_is_refused(certificates: Certificates) -> None:
     _, server_side = contexts(certificates)
     server = TlsLink(server_side, None)
     piece = b"\x16" * (HANDSHAKE_BYTES_MAX // 4)
@@ -259,19 +262,19 @@ def test_a_handshake_that_takes_too_much_is_refused(certificates: Certificates) 
         server.feed(b"x")
 
 
-class Untouched:
-    """In place of OpenSSL, which keeps buffers for each connection that it has looked at."""
+class UnusedOpenSsl:
+    """Replaces OpenSSL, and fails if it is called. OpenSSL allocates buffers at its first call."""
 
     def do_handshake(self) -> None:
-        raise AssertionError("the first record is not whole")
+        raise AssertionError("the first record is not complete")
 
 
-def test_a_first_record_is_looked_at_when_it_is_whole(certificates: Certificates) -> None:
+def test_openssl_gets_the_first_record_only_when_it_is_complete(certificates: Certificates) -> None:
     client_side, server_side = contexts(certificates)
     client, server = TlsLink(client_side, "localhost"), TlsLink(server_side, None)
     client.handshake()
     hello = client.take_outgoing()
-    openssl_object, server._object = server._object, Untouched()  # type: ignore[assignment]
+    openssl_object, server._object = server._object, UnusedOpenSsl()  # type: ignore[assignment]
     for position in range(len(hello) - 1):
         server.feed(hello[position : position + 1])
         assert not server.handshake()
@@ -285,7 +288,9 @@ def test_a_first_record_is_looked_at_when_it_is_whole(certificates: Certificates
 
 
 @pytest.mark.parametrize("length", [0, 1, 4, 5, 6, 100])
-def test_a_first_record_that_is_cut_is_told_of(certificates: Certificates, length: int) -> None:
+def test_a_connection_that_ends_in_its_first_record_is_broken(
+    certificates: Certificates, length: int
+) -> None:
     client_side, server_side = contexts(certificates)
     client, server = TlsLink(client_side, "localhost"), TlsLink(server_side, None)
     client.handshake()
@@ -298,10 +303,10 @@ def test_a_first_record_that_is_cut_is_told_of(certificates: Certificates, lengt
 
 
 @pytest.mark.parametrize("head", [b"\x16\x03\x01\xff\xff", b"\x16\x02\x00\x00\x10"])
-def test_a_first_record_that_cannot_be_is_refused_at_once(
+def test_an_impossible_first_record_is_refused_from_its_header(
     certificates: Certificates, head: bytes
 ) -> None:
-    """Nobody waits for 64 KiB of it."""
+    """The server does not wait for the 64 KiB that such a header announces."""
     server = TlsLink(contexts(certificates)[1], None)
     server.feed(head)
     with pytest.raises((TlsError, BrokenError)):
@@ -309,17 +314,21 @@ def test_a_first_record_that_cannot_be_is_refused_at_once(
 
 
 @given(st.binary(max_size=300), st.booleans())
-def test_any_bytes_are_refused(certificates: Certificates, data: bytes, is_like: bool) -> None:
+def test_arbitrary_bytes_do_not_complete_a_handshake(
+    certificates: Certificates, data: bytes, has_record_head: bool
+) -> None:
     _, server_side = contexts(certificates)
     server = TlsLink(server_side, None)
     try:
-        server.feed(b"\x16\x03\x01" + data if is_like else data)
+        server.feed(b"\x16\x03\x01" + data if has_record_head else data)
         assert not server.handshake()
     except (TlsError, BrokenError):
         pass
 
 
-def test_what_is_no_tls_is_known_by_its_first_byte(certificates: Certificates) -> None:
+def test_bytes_that_are_not_tls_are_refused_from_their_first_byte(
+    certificates: Certificates,
+) -> None:
     _, server_side = contexts(certificates)
     for data in (b"UP", b"GET / HTTP/1.1\r\n"):
         with pytest.raises(NotTlsError):
@@ -329,7 +338,7 @@ def test_what_is_no_tls_is_known_by_its_first_byte(certificates: Certificates) -
 # Over Trio's streams.
 
 
-async def test_a_session_over_a_socket_and_over_any_other_stream(
+async def test_a_session_works_over_a_socket_and_over_another_stream(
     certificates: Certificates,
 ) -> None:
     client_side, server_side = contexts(certificates)
@@ -380,10 +389,8 @@ async def test_a_handshake_may_be_cancelled(
 
 
 @pytest.mark.parametrize("how", ["is cut", "has a changed byte"])
-async def test_nothing_can_be_written_any_more_once_what_is_read(
-    certificates: Certificates, how: str
-) -> None:
-    """A writer has its turn together with the reader, and must not raise what nobody expects."""
+async def test_a_write_fails_after_a_read_has_failed(certificates: Certificates, how: str) -> None:
+    """The writer may run after the reader has failed: it raises the error that callers expect."""
     client_side, server_side = contexts(certificates)
     near, far = memory_stream_pair()
     client = TlsStream(near, TlsLink(client_side, "localhost"), new_tls_scratch())
@@ -405,7 +412,7 @@ async def test_nothing_can_be_written_any_more_once_what_is_read(
 
 
 class CountedTurns:
-    """Turns for which everybody has to wait, and which are counted."""
+    """Turns for which each caller must wait; counts them."""
 
     may_begin = False
 
@@ -421,7 +428,7 @@ class CountedTurns:
         self.used_count += 1
 
 
-async def test_each_step_of_a_server_s_handshake_waits_for_its_turn(
+async def test_each_step_of_a_servers_handshake_waits_for_its_turn(
     certificates: Certificates,
 ) -> None:
     client_side, server_side = contexts(certificates)
@@ -435,7 +442,7 @@ async def test_each_step_of_a_server_s_handshake_waits_for_its_turn(
     assert turns.waited_count == turns.used_count >= 2
 
 
-async def test_who_has_not_greeted_has_no_turn(
+async def test_an_incomplete_client_hello_takes_no_turn(
     certificates: Certificates, autojump_clock: MockClock
 ) -> None:
     _, server_side = contexts(certificates)
@@ -467,7 +474,7 @@ def test_a_key_that_others_can_use_is_refused(
         client_context(tls)
 
 
-def test_a_file_that_is_of_no_use_is_named(certificates: Certificates) -> None:
+def test_an_unusable_file_is_named_in_the_error(certificates: Certificates) -> None:
     server, client = certificates.server, certificates.client
     missing_path = str(certificates.folder / "missing.pem")
     nonsense = certificates.folder / "nonsense.pem"

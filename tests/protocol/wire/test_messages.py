@@ -1,4 +1,4 @@
-"""Every message: its declaration, the faster code beside it, and what is none."""
+"""Every message: its declaration, the faster `struct` code, and bodies that are no message."""
 
 from __future__ import annotations
 
@@ -10,12 +10,21 @@ from typing import Any, cast
 
 import construct as cs
 import pytest
+from crc32c import crc32c
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.kit.effort import effort
 from tests.protocol.wire.strategies import FIELDS, MESSAGES_OF_ANY_KIND, messages_of
-from upr_protocol.chunk import Buffer, Bundle, BundleRun, Chunk, Mutation, chunk_of_plain_sets
+from upr_protocol.chunk import (
+    Buffer,
+    Bundle,
+    BundleRun,
+    Chunk,
+    Mutation,
+    chunk_of_plain_sets,
+    columns,
+)
 from upr_protocol.errors import ChunkError, RemoteProtocolError, Status
 from upr_protocol.failover import FailoverLog, PartialSnapshot, Position
 from upr_protocol.ids import (
@@ -69,7 +78,7 @@ from upr_protocol.wire.message import layout_fields
 
 KINDS = sorted(MESSAGES.values(), key=lambda kind: kind.opcode)
 # Those that have `struct` code of their own.
-HOT = [
+STRUCT_KINDS = [
     kind
     for kind in KINDS
     if kind.body_buffers is not Message.body_buffers
@@ -77,7 +86,7 @@ HOT = [
 ]
 
 kinds = pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
-hot_kinds = pytest.mark.parametrize("kind", HOT, ids=lambda kind: kind.__name__)
+struct_kinds = pytest.mark.parametrize("kind", STRUCT_KINDS, ids=lambda kind: kind.__name__)
 
 
 def body_of(message: Message) -> bytes:
@@ -148,29 +157,29 @@ def test_a_declaration_is_complete(kind: type[Message]) -> None:
 
 @kinds
 def test_answers_come_from_the_other_side_with_the_high_bit_set(kind: type[Message]) -> None:
-    # ERROR may be said by either side, and is no answer.
+    # Either side may send ERROR, which is no answer.
     assert (kind.sender is Role.SERVER) == (kind.opcode >= 0x80)
     for answer in kind.answers:
         assert kind.sender is Role.CLIENT
         assert answer.sender is Role.SERVER
 
 
-def test_messages_that_come_in_numbers_have_struct_code() -> None:
-    names = {kind.__name__ for kind in HOT}
+def test_frequent_and_long_messages_have_struct_code() -> None:
+    names = {kind.__name__ for kind in STRUCT_KINDS}
     assert {"PartitionStart", "PartitionChunk", "PartitionEnd", "Mutate", "MutateReply"} <= names
-    # And those with a row for each of thousands of buckets: otherwise one holds the loop for 40 ms.
+    # Those with a row for each of thousands of buckets, too: otherwise one takes the loop 40 ms.
     assert {"EventsReply", "ListBucketsReply"} <= names
 
 
-# --- there and back -------------------------------------------------------------------------------
+# --- encoding and decoding ------------------------------------------------------------------------
 
 
 @given(MESSAGES_OF_ANY_KIND)
 @settings(max_examples=effort(250, 1_000))
-def test_a_message_comes_back_as_it_was(message: Message) -> None:
+def test_a_message_is_equal_after_encoding_and_decoding(message: Message) -> None:
     header = Header(message.opcode, message.status, message.partition, message.opaque, 0, 0)
     assert decode(header, padded_body_of(message)) == message
-    # As it may lie in a buffer of the network, too.
+    # Also from a buffer of the network.
     assert decode(header, bytearray(padded_body_of(message))) == message
     assert decode(header, memoryview(padded_body_of(message))) == message
 
@@ -182,12 +191,12 @@ def test_a_frame_is_its_header_its_body_and_padding(message: Message) -> None:
     whole = b"".join(map(bytes, frame))
     assert unpack_header(whole[:HEADER_BYTES]).length == len(whole) - HEADER_BYTES
     assert whole[HEADER_BYTES:] == padded_body_of(message)
-    # A small one is one piece. Of others each starts aligned, so that a chunk is aligned where it
-    # arrives.
+    # A small frame is one piece. Otherwise each piece starts aligned, so that the receiver has an
+    # aligned chunk.
     assert len(frame) == 1 or all(len(piece) % 8 == 0 for piece in frame[:-2])
 
 
-@hot_kinds
+@struct_kinds
 @given(data=st.data())
 def test_the_struct_code_builds_the_declared_layout(
     kind: type[Message], data: st.DataObject
@@ -197,7 +206,7 @@ def test_the_struct_code_builds_the_declared_layout(
     assert body_of(message) == kind.layout.build(fields)
 
 
-@hot_kinds
+@struct_kinds
 @given(data=st.data())
 def test_the_struct_code_reads_the_declared_layout(
     kind: type[Message], data: st.DataObject
@@ -207,7 +216,7 @@ def test_the_struct_code_reads_the_declared_layout(
     assert parse(kind, body) == parse_as_declared(kind, body)
 
 
-# --- what is no message ---------------------------------------------------------------------------
+# --- bodies that are no message -------------------------------------------------------------------
 
 
 def whole_words(most: int = 12) -> st.SearchStrategy[bytes]:
@@ -234,7 +243,7 @@ def test_random_bodies_are_read_or_refused_as_declared(
 @kinds
 @given(data=st.data())
 @settings(max_examples=effort(8, 200))
-def test_garbled_bodies_are_read_or_refused_as_declared(
+def test_altered_bodies_are_read_or_refused_as_declared(
     kind: type[Message], data: st.DataObject
 ) -> None:
     body = bytearray(padded_body_of(data.draw(messages_of(kind))))
@@ -267,7 +276,7 @@ def test_a_body_that_is_too_long_is_refused(kind: type[Message], data: st.DataOb
 @kinds
 @given(data=st.data())
 @settings(max_examples=20)
-def test_padding_is_zeros(kind: type[Message], data: st.DataObject) -> None:
+def test_padding_other_than_zeros_is_refused(kind: type[Message], data: st.DataObject) -> None:
     body = body_of(data.draw(messages_of(kind)))
     if len(padding(len(body))) > 0:
         assert parse(kind, body + b"\1" * len(padding(len(body)))) is None
@@ -293,7 +302,7 @@ def test_padding_is_zeros(kind: type[Message], data: st.DataObject) -> None:
     ],
     ids=lambda value: value.__name__ if isinstance(value, type) else str(len(value)),
 )
-def test_a_count_that_promises_more_than_came_costs_nothing(
+def test_a_count_of_more_items_than_came_allocates_no_memory_for_them(
     kind: type[Message], body: bytes
 ) -> None:
     tracemalloc.start()
@@ -359,7 +368,7 @@ def test_a_malformed_failover_log_is_refused(log: bytes) -> None:
     assert parse(Stream, stream_body(0, 0, (0, 0, 0), log)) is None
 
 
-# --- the largest of each kind fits ----------------------------------------------------------------
+# --- the largest message of each kind -------------------------------------------------------------
 
 KEY = b"k" * KEY_BYTES_MAX
 LARGEST_CHUNK = chunk_of_plain_sets([KEY], [bytes(VALUE_BYTES_MAX)])
@@ -397,32 +406,42 @@ def test_the_largest_of_its_kind_fits(message: Message) -> None:
     assert len(padded_body_of(message)) <= message.body_bytes_max
 
 
-def test_of_too_many_keys_no_more_are_read_than_it_takes_to_refuse_them() -> None:
-    """To read 65,535 keys held the server's loop for 5 to 8 ms."""
+def test_of_too_many_keys_only_one_above_the_limit_is_read() -> None:
+    """To read 65,535 keys took the server's loop 5 to 8 ms."""
     request = parse(Get, padded_body_of(Get((b"k",) * 65_535)))
     assert isinstance(request, Get)
     assert request.keys == (b"k",) * (GET_KEYS_MAX + 1)
     assert parse(Get, padded_body_of(Get((b"k",) * GET_KEYS_MAX)) + bytes(8)) is None
 
 
-def test_a_stranger_may_ask_for_every_partition_of_a_bucket() -> None:
+def test_an_open_for_every_partition_of_a_bucket_fits_a_handshake_frame() -> None:
     message = Open("b" * BUCKET_NAME_BYTES_MAX, tuple(ALL_PARTITIONS))
     assert len(padded_body_of(message)) <= HANDSHAKE_BODY_BYTES_MAX
 
 
-def test_a_message_about_no_partition_says_so() -> None:
+def test_a_message_about_no_partition_has_the_number_for_none() -> None:
     assert Hello("i", (1,), 0, 0, 0).partition == NO_PARTITION
 
 
 @given(st.integers(0, (1 << 64) - 1))
-def test_the_end_of_a_cycle_is_the_same_without_its_message(cycle: int) -> None:
+def test_the_frame_of_a_cycle_end_is_the_same_without_a_message(cycle: int) -> None:
     assert cycle_end_frame(cycle) == b"".join(map(bytes, CycleEnd(cycle).frame_buffers()))
 
 
-def test_a_chunk_keeps_its_checksum_for_the_next_consumer() -> None:
+def test_the_checksum_of_a_chunk_is_computed_once_for_all_consumers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     chunk = Chunk.build([Mutation(Operation.SET, b"k", b"v", SeqNo(1))])
+    summed: list[Buffer] = []
+
+    def counted_crc32c(data: Buffer) -> int:
+        summed.append(data)
+        return crc32c(data)
+
+    monkeypatch.setattr(columns, "crc32c", counted_crc32c)
     first_frame = PartitionChunk(chunk, partition=PartitionId(1), opaque=1).frame_buffers()
     second_frame = PartitionChunk(chunk, partition=PartitionId(1), opaque=2).frame_buffers()
+    assert len(summed) == 1
     assert first_frame[1] is second_frame[1]
     assert first_frame[0] != second_frame[0]
 
