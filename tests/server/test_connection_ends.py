@@ -1,5 +1,5 @@
-"""When many peers leave at once, the server ends only some of their connections in each turn of the
-event loop."""
+"""When many peers close their connections at once, the server ends only some of them in each turn
+of the event loop."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from upr_server.runtime import TurnTimer
 COUNT = 3 * ENDS_MAX + 1
 
 
-async def test_thousands_that_leave_together_are_ended_some_in_each_turn() -> None:
+async def test_scopes_that_are_cancelled_together_end_in_several_turns() -> None:
     timer, ends = TurnTimer(), ConnectionEnds()
     timer.start()
     turns: dict[int, int] = {}
@@ -68,7 +68,7 @@ async def test_connections_end_at_once_while_the_task_that_ends_them_does_not_ru
     assert all(scope.cancel_called for scope in after)
 
 
-CROWD: Final = 100
+PEERS: Final = 100
 
 
 class EventsPerTurn(trio.abc.Instrument):
@@ -136,13 +136,13 @@ class RecordingStream(trio.abc.HalfCloseableStream):
 
 
 @asynccontextmanager
-async def crowd(
+async def many_connected_peers(
     *,
     make_error: Callable[[], Exception] | None = None,
     idle_interval_s: int = IDLE_INTERVAL_S_DEFAULT,
 ) -> AsyncIterator[tuple[Sequence[Peer], EventsPerTurn]]:
-    """The peers of a server that ends some connections in each turn, and the counted events."""
-    server, events = make_server(connections_max=CROWD), EventsPerTurn()
+    """Many peers that are connected to a server, and the events at the server's connections."""
+    server, events = make_server(connections_max=PEERS), EventsPerTurn()
     resources = server.connections.resources
     resources.turn_timer.start()
     trio.lowlevel.add_instrument(events)
@@ -151,7 +151,7 @@ async def crowd(
         nursery.start_soon(resources.connection_ends.run)
         nursery.start_soon(resources.step_writes.run)
         peers = []
-        for _ in range(CROWD):
+        for _ in range(PEERS):
             own_end, peer_end = trio.testing.memory_stream_pair()
             pair = own_end, RecordingStream(peer_end, events, make_error)
             peers.append(
@@ -164,18 +164,18 @@ async def crowd(
         nursery.cancel_scope.cancel()
 
 
-def leave_together(peers: Sequence[Peer]) -> None:
+def close_together(peers: Sequence[Peer]) -> None:
     """Closes the connections of all peers in one step."""
     for peer in peers:
         assert isinstance(peer.stream, trio.StapledStream)
         peer.stream.send_stream.close()
 
 
-async def test_handshakes_that_time_out_together_end_some_in_each_turn(
+async def test_handshakes_that_time_out_together_end_in_several_turns(
     autojump_clock: MockClock,
 ) -> None:
-    """Then the peers close their connections, too, all in the same turn."""
-    async with crowd() as (peers, events):
+    """Then the peers close their ends, too, all in the same turn."""
+    async with many_connected_peers() as (peers, events):
         await trio.sleep(HANDSHAKE_TIMEOUT_S + 0.1)
         assert 0 < events.most["send_eof"] <= ENDS_MAX
         assert not events.most["close"]
@@ -184,19 +184,19 @@ async def test_handshakes_that_time_out_together_end_some_in_each_turn(
             (error,) = peer.received
             assert isinstance(error, Error)
             assert error.status == Status.IDLE
-        leave_together(peers)
+        close_together(peers)
         await trio.sleep(0.1)
         assert 0 < events.most["close"] <= 2 * TURN_CONNECTIONS
 
 
-async def test_keep_alives_that_are_due_together_are_sent_some_in_each_turn(
+async def test_keep_alives_that_are_due_together_are_sent_in_several_turns(
     autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async with crowd(idle_interval_s=1) as (peers, events):
+    async with many_connected_peers(idle_interval_s=1) as (peers, events):
         tick = ServerSession.tick
 
         def tick_and_count(session: ServerSession, now: float) -> bool:
-            events.note("look")
+            events.note("tick")
             return tick(session, now)
 
         monkeypatch.setattr(ServerSession, "tick", tick_and_count)
@@ -204,8 +204,8 @@ async def test_keep_alives_that_are_due_together_are_sent_some_in_each_turn(
             await peer.open()
         began_at = trio.current_time()
         await trio.sleep_until(began_at + 1.5)
-        assert events.total["look"] == CROWD
-        assert events.most["look"] <= 2 * TURN_CONNECTIONS
+        assert events.total["tick"] == PEERS
+        assert events.most["tick"] <= 2 * TURN_CONNECTIONS
         for peer in peers:
             await peer.receive(Noop)
         assert trio.current_time() == pytest.approx(began_at + 1.5)
@@ -226,29 +226,29 @@ class CountingLog:
         (partial(TlsError, "no certificate that is trusted here"), "TLS failed"),
     ],
 )
-async def test_connections_that_peers_leave_together_end_some_in_each_turn(
+async def test_connections_that_peers_close_together_end_in_several_turns(
     autojump_clock: MockClock,
     monkeypatch: pytest.MonkeyPatch,
     make_error: Callable[[], Exception] | None,
     line: str,
 ) -> None:
     """Each broken connection is logged once, in the turn in which it ends."""
-    async with crowd(make_error=make_error) as (peers, events):
+    async with many_connected_peers(make_error=make_error) as (peers, events):
         monkeypatch.setattr(connection, "log", CountingLog(events))
         for peer in peers:
             await peer.open()
-        leave_together(peers)
+        close_together(peers)
         await trio.sleep(0.1)
         assert 0 < events.most["close"] <= ENDS_MAX
-        assert events.total[line] == bool(line) * CROWD
+        assert events.total[line] == bool(line) * PEERS
         assert events.most[line] <= ENDS_MAX
 
 
-class StepsOnceClosed(trio.abc.Instrument):
-    """Counts the steps of a connection at whose end its socket is closed.
+class StepsAfterClose(trio.abc.Instrument):
+    """Counts the steps of a connection after which its socket is closed.
 
     Attributes:
-        count: How many there were so far.
+        count: How many there were so far: the step that closes it, and later ones.
     """
 
     def __init__(self, socket: trio.socket.SocketType) -> None:
@@ -266,7 +266,7 @@ async def test_the_step_that_closes_a_socket_is_the_last_of_its_connection() -> 
     would wait."""
     server = make_server()
     own_end, peer_end = map(trio.SocketStream, trio.socket.socketpair())
-    steps = StepsOnceClosed(peer_end.socket)
+    steps = StepsAfterClose(peer_end.socket)
     trio.lowlevel.add_instrument(steps)
     async with connected(server, (own_end, peer_end)) as peer:
         await peer.open()

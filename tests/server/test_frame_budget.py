@@ -1,4 +1,4 @@
-"""The budget for frames under way."""
+"""The memory budget for frames that have not come completely."""
 
 from __future__ import annotations
 
@@ -21,13 +21,19 @@ from upr_server.net.frame_budget import (
     UnfinishedFrame,
 )
 
-ONE: Final = "192.0.2.1"
-OTHER: Final = "192.0.2.2"
+FIRST_ADDRESS: Final = "192.0.2.1"
+SECOND_ADDRESS: Final = "192.0.2.2"
 MIB: Final = 1024 * 1024
 
 
 class _Frames:
-    """A budget, and frames of connections that note why they were dropped."""
+    """A budget, and unfinished frames of connections.
+
+    Attributes:
+        budget: The budget.
+        dropped: Why each frame was dropped, by its name.
+        next_drop: Set when a frame has been dropped.
+    """
 
     def __init__(self, limit: int) -> None:
         self.budget = FrameBudget(limit)
@@ -35,7 +41,7 @@ class _Frames:
         self.next_drop = trio.Event()
 
     def begin(
-        self, name: str, nbytes: int, now: float = 0.0, address: str = ONE
+        self, name: str, nbytes: int, now: float = 0.0, address: str = FIRST_ADDRESS
     ) -> UnfinishedFrame:
 
         def drop(reason: str) -> None:
@@ -56,9 +62,15 @@ class _Frames:
 
 
 async def test_the_addresses_of_an_ipv6_network_have_one_share() -> None:
-    """Everybody has more of these than a server has connections."""
+    """One network has more addresses than a server has connections."""
     connections = make_server().connections
-    peers = ("[2001:db8::1]:9", "[2001:db8::2]:9", "[2001:db8:0:1::1]:9", f"{ONE}:9", f"{ONE}:10")
+    peers = (
+        "[2001:db8::1]:9",
+        "[2001:db8::2]:9",
+        "[2001:db8:0:1::1]:9",
+        f"{FIRST_ADDRESS}:9",
+        f"{FIRST_ADDRESS}:10",
+    )
     first, same, third, of_ipv4, same_of_ipv4 = (
         connections.new_connection(trio.testing.memory_stream_pair()[0], peer)._frame.address
         for peer in peers
@@ -68,7 +80,7 @@ async def test_the_addresses_of_an_ipv6_network_have_one_share() -> None:
     assert len({first, third, of_ipv4}) == 3
 
 
-def test_many_frames_are_dropped_some_in_each_step() -> None:
+def test_many_late_frames_are_dropped_in_several_steps() -> None:
     frames = _Frames(100 * MIB)
     for number in range(8):
         frames.begin(f"{number}", MIB)
@@ -82,7 +94,7 @@ def test_many_frames_are_dropped_some_in_each_step() -> None:
     assert frames.budget.used_bytes == 0
 
 
-def test_counts_what_frames_hold() -> None:
+def test_the_budget_is_the_sum_of_the_bytes_of_unfinished_frames() -> None:
     frames = _Frames(100)
     first = frames.begin("first", 60)
     second = frames.begin("second", 20)
@@ -106,7 +118,7 @@ def test_a_frame_that_stops_is_dropped_after_the_timeout_however_short_it_is() -
     assert (frames.budget.used_bytes, frames.budget.dropped_count) == (0, 1)
 
 
-def test_a_byte_now_and_then_does_not_keep_a_frame() -> None:
+def test_a_frame_below_the_slowest_rate_is_dropped() -> None:
     frames = _Frames(100)
     trickle = frames.begin("trickle", 1)
     for second in range(5, 35, 5):
@@ -125,7 +137,7 @@ def test_a_frame_that_keeps_the_slowest_rate_is_never_dropped() -> None:
     assert not frames.dropped
 
 
-def test_what_was_sent_quickly_buys_no_time_to_pause() -> None:
+def test_bytes_above_the_slowest_rate_give_no_time_for_a_pause() -> None:
     frames = _Frames(1 << 30)
     burst = frames.begin("burst", 1)
     frames.progress(burst, 30_000_000, 0.1)
@@ -154,7 +166,7 @@ def test_time_in_which_a_read_waits_for_its_turn_does_not_count() -> None:
     assert waiting_frame.lag_s(1000.0) < 1.0
 
 
-def test_another_frame_begins_without_the_lag_of_the_one_before() -> None:
+def test_the_next_frame_begins_without_the_lag_of_the_last_one() -> None:
     frames = _Frames(100)
     frame = frames.begin("frame", 8)
     frame.note_read(8, 29.0)
@@ -163,7 +175,7 @@ def test_another_frame_begins_without_the_lag_of_the_one_before() -> None:
     assert not frames.dropped
 
 
-def test_while_memory_is_short_the_frames_furthest_behind_go_until_it_is_not() -> None:
+def test_while_memory_is_short_the_frames_with_the_most_lag_are_dropped() -> None:
     frames = _Frames(100)
     frames.begin("stopped first", 40, 0.0)
     frames.begin("stopped later", 40, 1.0)
@@ -176,8 +188,8 @@ def test_while_memory_is_short_the_frames_furthest_behind_go_until_it_is_not() -
     assert frames.dropped.keys() == {"stopped first"}
 
 
-def test_while_memory_is_short_a_trickle_is_not_enough() -> None:
-    """A rate that is enough while memory is not short."""
+def test_while_memory_is_short_a_frame_must_come_at_a_higher_rate() -> None:
+    """The rate of the first frame would be enough while memory is not short."""
     frames = _Frames(4 * MIB)
     trickle = frames.begin("trickle", 2, 0.0)
     good = frames.begin("good", 4 * MIB, 0.0)
@@ -190,11 +202,11 @@ def test_while_memory_is_short_a_trickle_is_not_enough() -> None:
     assert frames.budget.is_short
 
 
-def test_far_above_the_limit_the_frame_that_exceeds_its_share_most_goes() -> None:
+def test_far_above_the_limit_the_frame_that_exceeds_its_share_most_is_dropped() -> None:
     frames = _Frames(100)
-    frames.begin("small", 20, address=ONE)
-    frames.begin("large", 80, address=ONE)
-    frames.begin("alone", 60, address=OTHER)
+    frames.begin("small", 20, address=FIRST_ADDRESS)
+    frames.begin("large", 80, address=FIRST_ADDRESS)
+    frames.begin("alone", 60, address=SECOND_ADDRESS)
     frames.sweep(0.0)
     assert frames.dropped.keys() == {"large"}
     assert "short of memory" in frames.dropped["large"]
@@ -202,8 +214,8 @@ def test_far_above_the_limit_the_frame_that_exceeds_its_share_most_goes() -> Non
 
 def test_addresses_share_equally_and_then_their_connections() -> None:
     frames = _Frames(120)
-    many = [frames.begin(f"{index}", 1, address=ONE) for index in range(6)]
-    alone = frames.begin("alone", 1, address=OTHER)
+    many = [frames.begin(f"{index}", 1, address=FIRST_ADDRESS) for index in range(6)]
+    alone = frames.begin("alone", 1, address=SECOND_ADDRESS)
     assert [frames.budget.share(frame) for frame in many] == [10] * 6
     assert frames.budget.share(alone) == 60
 
@@ -215,33 +227,33 @@ async def test_connections_above_their_share_wait_and_the_first_continues(
     first = frames.begin("first", 70)
     second = frames.begin("second", 60)
     small = frames.begin("small", 10)
-    went_on: list[str] = []
+    continued: list[str] = []
 
     async def wait(name: str, frame: UnfinishedFrame) -> None:
         await frame.wait_for_turn()
-        went_on.append(name)
+        continued.append(name)
 
     for name, frame in (("first", first), ("second", second), ("small", small)):
         nursery.start_soon(wait, name, frame)
     await trio.testing.wait_all_tasks_blocked()
-    assert sorted(went_on) == ["first", "small"]
+    assert sorted(continued) == ["first", "small"]
     first.set_held_bytes(0, 1.0, is_new=True)
     await trio.testing.wait_all_tasks_blocked()
-    assert went_on[2:] == ["second"]
+    assert continued[2:] == ["second"]
 
 
-async def test_a_frame_that_waits_is_not_woken_whenever_another_grows(
+async def test_a_frame_that_waits_does_not_wake_whenever_another_grows(
     nursery: trio.Nursery, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Hundreds may wait, and each read makes one grow."""
-    frames, looks = _Frames(100), 0
+    frames, share_count = _Frames(100), 0
     first = frames.begin("first", 70)
     second = frames.begin("second", 60)
     share = frames.budget.share
 
     def counted_share(frame: UnfinishedFrame) -> int:
-        nonlocal looks
-        looks += 1
+        nonlocal share_count
+        share_count += 1
         return share(frame)
 
     monkeypatch.setattr(frames.budget, "share", counted_share)
@@ -250,25 +262,24 @@ async def test_a_frame_that_waits_is_not_woken_whenever_another_grows(
     for now in range(5):
         frames.progress(first, 1, now)
         await trio.testing.wait_all_tasks_blocked()
-    assert looks == 1
+    assert share_count == 1
     first.release()
     await trio.testing.wait_all_tasks_blocked()
     assert not nursery.child_tasks
 
 
-async def test_a_frame_that_is_dropped_while_it_waits_waits_no_more(nursery: trio.Nursery) -> None:
+async def test_a_frame_that_is_dropped_stops_waiting(nursery: trio.Nursery) -> None:
     frames = _Frames(100)
     frames.begin("first", 200)
     second = frames.begin("second", 90)
     nursery.start_soon(second.wait_for_turn)
     await trio.testing.wait_all_tasks_blocked()
     second.release()
-    with trio.fail_after(1):
-        await trio.testing.wait_all_tasks_blocked()
+    await trio.testing.wait_all_tasks_blocked()
     assert not nursery.child_tasks
 
 
-async def test_cancelled_while_it_waits_it_holds_what_it_did(nursery: trio.Nursery) -> None:
+async def test_a_frame_whose_wait_is_cancelled_keeps_its_bytes(nursery: trio.Nursery) -> None:
     frames = _Frames(100)
     frames.begin("first", 70)
     second = frames.begin("second", 60)
@@ -279,7 +290,7 @@ async def test_cancelled_while_it_waits_it_holds_what_it_did(nursery: trio.Nurse
     assert frames.budget.used_bytes == 70
 
 
-async def test_it_looks_more_often_while_memory_is_short(
+async def test_the_budget_is_checked_more_often_while_memory_is_short(
     autojump_clock: trio.testing.MockClock, nursery: trio.Nursery
 ) -> None:
     frames = _Frames(100)
@@ -295,9 +306,11 @@ async def test_it_looks_more_often_while_memory_is_short(
 
 
 @given(st.lists(st.tuples(st.integers(0, 4), st.integers(0, 80), st.booleans()), max_size=40))
-def test_agrees_with_a_sum_over_all_frames(steps: list[tuple[int, int, bool]]) -> None:
+def test_the_counts_agree_with_sums_over_all_frames(steps: list[tuple[int, int, bool]]) -> None:
     frames = _Frames(100)
-    by_number = [frames.begin(f"{n}", 0, address=(ONE, OTHER)[n % 2]) for n in range(5)]
+    by_number = [
+        frames.begin(f"{n}", 0, address=(FIRST_ADDRESS, SECOND_ADDRESS)[n % 2]) for n in range(5)
+    ]
     for now, (frame, nbytes, is_new) in enumerate(steps):
         by_number[frame].note_read(1, now)
         by_number[frame].set_held_bytes(nbytes, now, is_new=is_new)
@@ -312,7 +325,9 @@ async def test_no_frame_is_read_while_others_are_dropped_in_steps(
 ) -> None:
     """Otherwise more could come in each turn than is dropped in it."""
     frames = _Frames(100 * MIB)
-    for number in range(8):
+    # So many that the test has its turn before all of them are dropped.
+    late_count = 10 * STEP_BYTES // MIB
+    for number in range(late_count):
         frames.begin(f"{number}", MIB)
     async with trio.open_nursery() as nursery:
         nursery.start_soon(frames.budget.run)
@@ -322,9 +337,9 @@ async def test_no_frame_is_read_while_others_are_dropped_in_steps(
         with trio.fail_after(0):
             await good.wait_for_turn()
         await frames.next_drop.wait()
-        assert 0 < len(frames.dropped) < 8
+        assert 0 < len(frames.dropped) < late_count
         assert frames.budget.holds_up_frames
         await good.wait_for_turn()
-        assert len(frames.dropped) == 8
+        assert len(frames.dropped) == late_count
         assert not frames.budget.holds_up_frames
         nursery.cancel_scope.cancel()

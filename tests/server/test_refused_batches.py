@@ -1,4 +1,5 @@
-"""Batches refused for a passing reason: no later batch of the publisher is applied before them."""
+"""Batches that are refused for a temporary reason: no later batch of the same publisher is applied
+before them."""
 
 from __future__ import annotations
 
@@ -29,7 +30,7 @@ from upr_server.storage.simulated import SimulatedStore
 
 
 @pytest.mark.usefixtures("autojump_clock")
-async def test_while_a_disk_was_full() -> None:
+async def test_no_later_batch_overtakes_one_that_was_refused_while_the_disk_was_full() -> None:
     async with serving(SimulatedStore()) as server, speaking(server) as peer:
         (disk,) = server.catalog.disks.values()
 
@@ -47,7 +48,8 @@ async def test_while_a_disk_was_full() -> None:
 
 
 @pytest.mark.usefixtures("autojump_clock")
-async def test_a_publisher_that_never_returns_slows_others_down_for_minutes_only() -> None:
+async def test_refusals_of_a_publisher_that_never_returns_are_forgotten_after_minutes() -> None:
+    """While the partition remembers a refusal, it must look at the writer of each batch."""
     async with serving(SimulatedStore()) as server, trio.open_nursery() as nursery:
         (disk,) = server.catalog.disks.values()
         async with speaking(server) as peer:
@@ -65,20 +67,22 @@ async def test_a_publisher_that_never_returns_slows_others_down_for_minutes_only
         nursery.cancel_scope.cancel()
 
 
-class Unreadable(SimulatedStore):
-    """A store that cannot be asked for keys now."""
+class FailingRead(SimulatedStore):
+    """A store whose next read of keys fails if `fails_next_read`."""
 
-    is_unreadable = False
+    fails_next_read = False
 
     async def wait(self, call: StoreCall[Any]) -> None:
         await super().wait(call)
-        if isinstance(call, FindItems) and self.is_unreadable:
-            self.is_unreadable = False
+        if isinstance(call, FindItems) and self.fails_next_read:
+            self.fails_next_read = False
             raise DiskFullError("not now")
 
 
-async def test_while_a_disk_could_not_be_read(autojump_clock: trio.testing.MockClock) -> None:
-    store = Unreadable()
+async def test_no_later_batch_overtakes_one_that_was_refused_while_the_disk_failed_to_read(
+    autojump_clock: trio.testing.MockClock,
+) -> None:
+    store = FailingRead()
     async with serving(store) as server, speaking(server) as peer:
         (disk,) = server.catalog.disks.values()
         model = Model(disk, disk.bucket.partitions[0])
@@ -86,7 +90,7 @@ async def test_while_a_disk_could_not_be_read(autojump_clock: trio.testing.MockC
         await model.persist()
         await trio.sleep(3)
         model.forget()
-        store.is_unreadable = True
+        store.fails_next_read = True
         first, second = [await send(peer, increment(b"n", 1), MEMORY, P0, n) for n in (1, 2)]
         assert status_of(await answer_to(peer, first)) is Status.TEMPORARY_FAILURE
         assert status_of(await answer_to(peer, second)) is Status.TEMPORARY_FAILURE

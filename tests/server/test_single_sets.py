@@ -1,4 +1,4 @@
-"""Single operations at a server: many frames in one read are answered as they are one by one."""
+"""Single operations at a server: frames of one read are answered as if each had come alone."""
 
 from __future__ import annotations
 
@@ -48,14 +48,15 @@ KEYS: Final = [
 ONE: Final = CounterDelta(1).encode()
 
 Request = tuple[str, int, int, int, int]
-"""What is asked: its kind, a partition, a key of it, a writer, and the run's counter."""
+"""A request: its kind, a partition, the index of one of its keys, the index of a writer, and the
+counter of the run."""
 
 MUTATIONS: Final = {
     "set": lambda key: Mutation(Operation.SET, key, b"v"),
     "expiring": lambda key: Mutation(Operation.SET, key, b"w", flags=3, expiry=1001),
     "persisted": lambda key: Mutation(Operation.SET, key, b"p"),
     "misplaced": lambda key: Mutation(Operation.SET, key, b"v"),
-    # On an evicted key these wait for the disk, and what comes behind them waits too.
+    # On an evicted key these wait for the disk, and so do the requests after them.
     "add": lambda key: Mutation(Operation.ADD, key, b"v"),
     "increment": lambda key: Mutation(Operation.INCREMENT, key, ONE),
     "compare": lambda key: Mutation(Operation.SET, key, b"c", cas=Cas(5)),
@@ -91,8 +92,8 @@ def message_of(request: Request, opaque: int) -> Message:
     return Mutate(bundle, WRITERS[writer], durability, opaque=opaque)
 
 
-async def hear_all(peer: Peer) -> list[Message]:
-    """What has come, once the server has nothing more to do."""
+async def receive_all(peer: Peer) -> list[Message]:
+    """All messages that have come, once no task can run."""
     async with trio.open_nursery() as nursery:
         nursery.start_soon(peer.wait_for_end)
         await trio.testing.wait_all_tasks_blocked()
@@ -102,7 +103,7 @@ async def hear_all(peer: Peer) -> list[Message]:
 
 
 def contents(partition: Partition) -> list[Any]:
-    """What a partition holds, and which numbers it gave."""
+    """The items of a partition in memory, its highest sequence number and CAS, and its tokens."""
     partition.manager.check_invariants()
     partition.repeated_batches.answers.check_invariants()
     tokens = tokens_above(partition.repeated_batches.answers, 0)
@@ -112,10 +113,11 @@ def contents(partition: Partition) -> list[Any]:
 async def answers_to(
     requests: Sequence[Request], damaged: int | None, pending: int | None, *, together: bool
 ) -> tuple[list[Any], list[Any]]:
-    """What the server answers, and what it holds then.
+    """The answers of a server, and the contents of its partitions then.
 
-    The frames come in one piece; or one after the other, each in two pieces: a frame of which the
-    header came alone is never read together with others.
+    If `together`, the frames come in one piece. Otherwise they come one after the other, each in
+    two pieces: a frame whose header came alone is never read together with others.
+
     """
     store = HeldDisk()
     server: Server = make_server(store, ids=count(1))
@@ -132,7 +134,7 @@ async def answers_to(
                 Model(server.catalog.disks[bucket], partition).forget()
                 assert not len(partition.table)
             store.released = trio.Event()
-            # From now on time stands still: it is in the CAS values.
+            # The clock stops here, because CAS values contain the time.
             clock = trio.lowlevel.current_clock()
             assert isinstance(clock, trio.testing.MockClock)
             clock.autojump_threshold = math.inf
@@ -153,20 +155,21 @@ async def answers_to(
                     with suppress(trio.BrokenResourceError):
                         await peer.stream.send_all(piece)
                     await trio.testing.wait_all_tasks_blocked()
-            messages = await hear_all(peer)
+            messages = await receive_all(peer)
             store.released.set()
-            messages += await hear_all(peer)
-            # What waits for a commit is answered by the flusher.
+            messages += await receive_all(peer)
+            # The flusher answers requests that wait for a commit.
             clock.autojump_threshold = 0
             await trio.sleep(1)
-            messages += await hear_all(peer)
+            messages += await receive_all(peer)
             answers = [message for message in messages if not isinstance(message, Credit)]
             stored_items = [contents(partition) for partition in bucket.partitions]
     return answers, stored_items
 
 
 def in_order(answers: Sequence[Message]) -> list[Any]:
-    """The answers, by number, and the order of those about each partition, which alone is fixed."""
+    """The answers, sorted; and the order of the answers of each partition. The order between
+    partitions is not fixed."""
     order: dict[int, list[int]] = {}
     for answer in answers:
         partition = answer.runs[0].partition if isinstance(answer, MutateReply) else -1
@@ -190,7 +193,7 @@ REQUESTS: Final = st.lists(
 
 @settings(max_examples=60, deadline=None)
 @given(REQUESTS, st.none() | st.integers(0, 14), st.none() | st.integers(0, PARTITIONS - 1))
-def test_frames_of_one_read_are_answered_as_one_by_one(
+def test_frames_that_are_read_together_are_answered_as_if_read_one_by_one(
     requests: list[Request], damaged: int | None, pending: int | None
 ) -> None:
     outcomes = []
@@ -209,10 +212,10 @@ async def _answers_to(
     return await answers_to(requests, damaged, pending, together=together)
 
 
-async def test_refused_frames_are_joined_once_and_not_again_for_each(
+async def test_frames_of_one_read_are_joined_once_though_some_are_refused(
     autojump_clock: trio.testing.MockClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Otherwise each of them would cost a look at all that follow it."""
+    """Otherwise the server would read all later frames again for each refused one."""
     server = make_server()
     frame_counts: list[int] = []
     read_sets = RequestContext.read_sets
@@ -230,12 +233,12 @@ async def test_refused_frames_are_joined_once_and_not_again_for_each(
         partition.change_state(PartitionState.PENDING, partition.failover_log)
         async with connected(server) as peer:
             await peer.open()
-            # Two are applied, and one of the partition that is pending is followed by others.
+            # Two frames of the active partition, then frames of the pending one, then others.
             placed = [0, 0] + [1] * 20 + [0] * 10
             await peer.send(
                 *(message_of(("set", part, 0, 0, 1), index) for index, part in enumerate(placed))
             )
-            answers = await hear_all(peer)
+            answers = await receive_all(peer)
     applied = [answer.opaque for answer in answers if isinstance(answer, MutateReply)]
     refused_opaques = [answer.opaque for answer in answers if isinstance(answer, Refusal)]
     assert applied == [index for index, part in enumerate(placed) if part == 0]
@@ -250,7 +253,8 @@ async def test_a_fault_of_the_server_ends_the_connection_and_changes_nothing(
     async with server.recovered_buckets():
         await server.catalog.create_bucket(BUCKET, PARTITIONS, QUOTA_BYTES)
         bucket = server.catalog.bucket(BUCKET)
-        # Nothing can be taken in together.
+        # Makes the server fail when it applies frames together.
+
         monkeypatch.setattr(bucket, "open_rows", None)
         async with connected(server) as peer:
             await peer.open()

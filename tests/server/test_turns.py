@@ -1,4 +1,4 @@
-"""How long work takes turns: large reads and writes, and requests that take several steps."""
+"""Long work takes turns: large reads and writes, handshakes, and requests of several steps."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from hypothesis import strategies as st
 from trio.testing import MockClock
 
 from tests.engine.helpers import put
+from tests.kit.steps import LargestStep
 from tests.server.test_connection import QUOTA_BYTES, connected, make_server, sets
 from upr_protocol.failover import NOTHING_YET
 from upr_protocol.ids import PartitionId, PartitionState
 from upr_protocol.limits import PARTITIONS_MAX
 from upr_protocol.wire import Barrier, BarrierReply, CycleEnd, Go, HelloReply, Open, Opened, Stream
-from upr_server.net.connection import AcceptedConnection
 from upr_server.net.streamer import STEP_STREAMS
 from upr_server.net.turns import (
     HANDSHAKE_LANES,
@@ -34,14 +34,14 @@ HALF: Final = BYTES_MAX // 2
 
 
 class CountedTurns:
-    """The event loop's turns, counted by hand."""
+    """Turns of the event loop that the test itself counts."""
 
     turn_count = 0
 
 
 @given(st.lists(st.one_of(st.none(), st.integers(1, BYTES_MAX))))
-def test_reads_of_a_turn_are_bounded(reads: list[int | None]) -> None:
-    """In the list, None is the end of a turn."""
+def test_the_amount_of_work_in_a_turn_is_bounded(reads: list[int | None]) -> None:
+    """In the list, a number is the bytes of a read, and None the end of a turn."""
     counter = CountedTurns()
     turns, nbytes = BudgetedTurns(counter, BYTES_MAX), 0
     for read_bytes in reads:
@@ -104,7 +104,7 @@ async def test_networks_have_their_turns_one_after_the_other() -> None:
     assert not queues
 
 
-class NotedTurns(BudgetedTurns):
+class RecordingTurns(BudgetedTurns):
     """Records each piece of work, and how often a task had to wait.
 
     Attributes:
@@ -131,14 +131,14 @@ class NotedTurns(BudgetedTurns):
 PEERS: Final = 20
 
 
-async def test_peers_that_ask_for_much_share_the_turns_of_the_loop(
+async def test_large_requests_of_several_peers_are_answered_in_turns(
     autojump_clock: MockClock,
 ) -> None:
     """Answering for 1,024 partitions takes nine steps."""
     server = make_server(connections_max=PEERS + 1)
     resources = server.connections.resources
     resources.turn_timer.start()
-    turns = resources.step_turns = NotedTurns(resources.turn_timer, 0.0)
+    turns = resources.step_turns = RecordingTurns(resources.turn_timer, 0.0)
     async with connected(server), AsyncExitStack() as stack:
         await server.catalog.create_bucket("wide", PARTITIONS_MAX, QUOTA_BYTES)
         peers = [await stack.enter_async_context(connected(server)) for _ in range(PEERS)]
@@ -156,10 +156,12 @@ async def test_peers_that_ask_for_much_share_the_turns_of_the_loop(
         assert sum(pieces) > 7 * PEERS
 
 
-async def test_a_consumer_that_is_sent_much_waits_for_its_turn(autojump_clock: MockClock) -> None:
+async def test_a_consumer_with_many_bytes_to_receive_waits_for_its_turn(
+    autojump_clock: MockClock,
+) -> None:
     server = make_server()
     resources = server.connections.resources
-    turns = resources.write_turns = NotedTurns(resources.turn_timer, 0.0)
+    turns = resources.write_turns = RecordingTurns(resources.turn_timer, 0.0)
     async with connected(server) as peer:
         await peer.open()
         await peer.ask()
@@ -173,22 +175,9 @@ async def test_a_consumer_that_is_sent_much_waits_for_its_turn(autojump_clock: M
         assert turns.waits
 
 
-class LongestClose(trio.abc.Instrument):
-    """Records the most streams of a connection that were closed in one step."""
-
-    def __init__(self, connection: AcceptedConnection) -> None:
-        self.longest = 0
-        self._streams = connection.context.streamer._streams
-        self._count = len(self._streams)
-
-    def after_task_step(self, _task: trio.lowlevel.Task) -> None:
-        self.longest = max(self.longest, self._count - len(self._streams))
-        self._count = len(self._streams)
-
-
-@pytest.mark.parametrize("takes_nothing", [False, True])
-async def test_the_streams_of_a_consumer_that_leaves_are_closed_some_in_each_step(
-    autojump_clock: MockClock, *, takes_nothing: bool
+@pytest.mark.parametrize("closes_receiving", [False, True])
+async def test_the_streams_of_a_consumer_that_disconnects_are_closed_in_several_steps(
+    autojump_clock: MockClock, *, closes_receiving: bool
 ) -> None:
     """Changes that arrive meanwhile are not sent on its streams, even those that are still open."""
     server, count = make_server(), 500
@@ -210,36 +199,24 @@ async def test_the_streams_of_a_consumer_that_leaves_are_closed_some_in_each_ste
             await peer.send(Go())
             await peer.receive(CycleEnd)
             (*_, connection) = server.connections.connections
-            close = LongestClose(connection)
-            trio.lowlevel.add_instrument(close)
-            if takes_nothing:
+            streams = connection.context.streamer._streams
+            largest_step = LargestStep(lambda: -len(streams))
+            trio.lowlevel.add_instrument(largest_step)
+            if closes_receiving:
                 assert isinstance(peer.stream, trio.StapledStream)
                 await peer.stream.receive_stream.aclose()
             else:
                 await peer.stream.send_eof()
-            while close._count:
+            while streams:
                 await trio.lowlevel.checkpoint()
                 put(partitions[0], b"key")
-            trio.lowlevel.remove_instrument(close)
-        assert close.longest == STEP_STREAMS
+            trio.lowlevel.remove_instrument(largest_step)
+        assert largest_step.added_count == STEP_STREAMS
         # Only the flusher's cursor is left.
         assert all(len(partition.manager.snapshots.cursors) == 1 for partition in partitions)
 
 
-class LongestSend(trio.abc.Instrument):
-    """Records the most bytes that a connection has sent in one step."""
-
-    def __init__(self, connection: AcceptedConnection) -> None:
-        self.longest = 0
-        self._connection = connection
-        self._bytes_out = connection._writer.bytes_out
-
-    def after_task_step(self, _task: trio.lowlevel.Task) -> None:
-        self.longest = max(self.longest, self._connection._writer.bytes_out - self._bytes_out)
-        self._bytes_out = self._connection._writer.bytes_out
-
-
-async def test_a_consumer_of_many_partitions_is_sent_some_in_each_step(
+async def test_snapshots_of_many_partitions_are_sent_in_several_steps(
     autojump_clock: MockClock,
 ) -> None:
     server, count = make_server(), 500
@@ -261,11 +238,11 @@ async def test_a_consumer_of_many_partitions_is_sent_some_in_each_step(
             for partition in server.catalog.bucket("wide").partitions:
                 put(partition, b"key")
             (*_, connection) = server.connections.connections
-            send = LongestSend(connection)
-            trio.lowlevel.add_instrument(send)
+            largest_step = LargestStep(lambda: connection._writer.bytes_out)
+            trio.lowlevel.add_instrument(largest_step)
             sent_before = connection._writer.bytes_out
             await peer.send(Barrier(b"all"))
             await peer.receive(BarrierReply)
-            trio.lowlevel.remove_instrument(send)
-            # 128 items of 8 KiB are the MiB of a step.
-            assert send.longest < (connection._writer.bytes_out - sent_before) / 3
+            trio.lowlevel.remove_instrument(largest_step)
+            # A step sends 1 MiB, and counts each item as 8 KiB: that is 128 of 500 items.
+            assert largest_step.added_count < (connection._writer.bytes_out - sent_before) / 3
