@@ -1,6 +1,6 @@
-"""Readers whose start is no longer in memory read from disk first and then from memory, nothing is
-missing, and nothing comes twice; and requests for keys that are only on disk. With simulated disks
-and a mock clock."""
+"""Streams whose start is no longer in memory: they read from disk first and then from memory, lack
+nothing, and get nothing twice. Requests for keys that are only on disk. With simulated disks and a
+mock clock."""
 
 from __future__ import annotations
 
@@ -53,11 +53,11 @@ Answer = TypeVar("Answer")
 
 NOW: Final = 1000.0
 INDEXED_S: Final = 2.0
-"""After so long without a commit the index has everything."""
+"""So long after the last commit, the index contains everything."""
 
 
 class HeldReads(SimulatedStore):
-    """A store in which reads wait while `released` is not set."""
+    """A store in which calls of one kind wait while `released` is not set."""
 
     def __init__(self, kind: type[StoreCall[Any]]) -> None:
         super().__init__()
@@ -72,7 +72,7 @@ class HeldReads(SimulatedStore):
 
 
 class Model:
-    """A partition, and every mutation of it."""
+    """A partition, and a list of all its mutations."""
 
     def __init__(self, disk: BucketDisk, partition: Partition) -> None:
         self.disk = disk
@@ -139,7 +139,7 @@ class Reader:
         reader: The partition reader under test.
         kinds: For each snapshot, whether it came from disk or from memory.
         ends: The ends of the snapshots that were read completely.
-        stream_end: Where it ends.
+        stream_end: The sequence number at which the stream ends.
     """
 
     def __init__(
@@ -148,7 +148,7 @@ class Reader:
         self.model = model
         self.stream_end = stream_end
         self._contents = model.contents(start)
-        self._at = start
+        self._position = start
         self._end = start
         self._ready = trio.Event()
         self.kinds: list[SnapshotKind] = []
@@ -160,11 +160,11 @@ class Reader:
             SeqNo(start),
             end_at_least=SeqNo(end_at_least),
             stream_end=SeqNo(stream_end),
-            on_ready=self._is_ready,
-            on_disk=self._is_ready,
+            on_ready=self._note_ready,
+            on_disk=self._note_ready,
         )
 
-    def _is_ready(self) -> None:
+    def _note_ready(self) -> None:
         self._ready.set()
 
     def step(self) -> CursorItem | ReaderWait | None:
@@ -173,8 +173,8 @@ class Reader:
         return self._take(self.reader.next())
 
     def step_whole(self) -> bool:
-        """Reads the next snapshot at once, if the reader offers that."""
-        start = self._at
+        """Reads the next snapshot as a whole, if the reader has one; returns whether it did."""
+        start = self._position
         chunk = self.reader.next_whole_snapshot()
         if chunk is None:
             return False
@@ -185,23 +185,23 @@ class Reader:
 
     def _take(self, item: CursorItem | ReaderWait | None) -> CursorItem | ReaderWait | None:
         if isinstance(item, SnapshotStartItem):
-            assert item.start == self._at
+            assert item.start == self._position
             assert item.end >= self._end
             self.kinds.append(item.kind)
             self._end = item.end
         elif isinstance(item, Chunk):
-            assert item.start == self._at, "something is missing, or comes again"
+            assert item.start == self._position, "a chunk is missing, or comes twice"
             seqs = list(item.seqs)
             assert seqs == sorted(set(seqs))
-            assert all(self._at < seq <= item.end for seq in seqs)
+            assert all(self._position < seq <= item.end for seq in seqs)
             for row in item:
                 if row.op is Operation.SET:
                     self._contents[row.key] = row.value
                 else:
                     self._contents.pop(row.key, None)
-            self._at = item.end
+            self._position = item.end
         elif isinstance(item, SnapshotEndItem):
-            assert item.end == self._at == self._end
+            assert item.end == self._position == self._end
             self.ends.append(item.end)
             assert self._contents == self.model.contents(item.end)
         return item
@@ -220,21 +220,23 @@ class Reader:
 
     def _has_read_all(self) -> bool:
         end = min(self.model.partition.high_seq, self.stream_end)
-        return self._at >= end and not self.reader.is_reading
+        return self._position >= end and not self.reader.is_reading
 
     def close(self) -> None:
         self.reader.close()
 
 
 def items(first: int, count: int, size: int = 10) -> list[tuple[bytes, bytes]]:
-    """Items of which half overwrite others."""
+    """So many items from a number on. Their 40 keys repeat, so they overwrite each other."""
     return [(b"key %d" % (n % 40), b"%d" % n + bytes(size)) for n in range(first, first + count)]
 
 
 # A stream.
 
 
-async def test_disk_first_then_memory(autojump_clock: trio.testing.MockClock) -> None:
+async def test_a_stream_reads_from_disk_first_and_then_from_memory(
+    autojump_clock: trio.testing.MockClock,
+) -> None:
     async with a_partition() as (_, model):
         for turn in range(6):
             model.write(*items(turn * 50, 50))
@@ -260,7 +262,7 @@ async def test_disk_first_then_memory(autojump_clock: trio.testing.MockClock) ->
         assert model.disk.leases.held_ranges() == []
 
 
-async def test_a_stream_with_an_end_reads_up_to_the_snapshot_end_behind_it(
+async def test_a_stream_with_an_end_reads_up_to_the_next_snapshot_end(
     autojump_clock: trio.testing.MockClock,
 ) -> None:
     """It needs no cursor in memory, for which the server would have to keep snapshots."""
@@ -285,7 +287,7 @@ async def test_a_stream_with_an_end_reads_up_to_the_snapshot_end_behind_it(
 
 
 @pytest.mark.parametrize("is_in_memory", [False, True])
-async def test_a_stream_whose_end_lies_in_a_snapshot_that_was_cut_ends_at_that_snapshots_end(
+async def test_a_stream_whose_end_lies_in_an_interrupted_snapshot_ends_with_that_snapshot(
     autojump_clock: trio.testing.MockClock, monkeypatch: pytest.MonkeyPatch, is_in_memory: bool
 ) -> None:
     """The disk has shorter snapshots, but at their ends the consumer may lack older values."""
@@ -372,7 +374,7 @@ class NotedCommits(SimulatedStore):
         return answer
 
 
-async def test_a_backfill_does_not_end_where_compaction_has_passed(
+async def test_a_backfill_includes_a_commit_for_which_compaction_has_deleted_changes(
     autojump_clock: trio.testing.MockClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The disk has a commit, and has compacted what it supersedes, before the server has recorded
@@ -404,12 +406,13 @@ async def test_a_backfill_does_not_end_where_compaction_has_passed(
         reader.close()
 
 
-async def test_memory_that_is_shared_with_the_disk_is_free_again(tmp_path: Path) -> None:
+async def test_slots_of_shared_memory_are_free_after_a_backfill(tmp_path: Path) -> None:
     """With real disks: chunks use slots only until they are sent."""
     async with open_store(tmp_path, bytes_max=1 << 30) as store, a_partition(store) as (_, model):
         slots = store._reader.slots
         if slots is None:
-            pytest.skip("no memory without a name")
+            pytest.skip("this system has no anonymous memory that processes can share")
+
         free = len(slots)
         for turn in range(6):
             model.write(*items(turn * 20, 20, size=50_000))
@@ -431,7 +434,7 @@ async def test_memory_that_is_shared_with_the_disk_is_free_again(tmp_path: Path)
         assert len(slots) == free
 
 
-async def test_a_cursor_dropped_during_a_backfill_backfills_again(
+async def test_a_cursor_that_is_dropped_during_a_backfill_causes_another_backfill(
     autojump_clock: trio.testing.MockClock,
 ) -> None:
     store = HeldReads(ReadChunks)
@@ -518,7 +521,7 @@ async def persist_1_2_mb(model: Model) -> None:
     model.forget()
 
 
-async def test_a_backfill_from_which_nobody_takes_reads_ahead_to_its_own_limit(
+async def test_a_backfill_whose_reader_stalls_reads_ahead_up_to_its_own_limit(
     autojump_clock: trio.testing.MockClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The limit applies even if the common budget of all backfills has room."""
@@ -526,7 +529,7 @@ async def test_a_backfill_from_which_nobody_takes_reads_ahead_to_its_own_limit(
     async with a_partition() as (server, model):
         await persist_1_2_mb(model)
         budget = int(server.catalog.bucket(BUCKET).memory_policy.limit_bytes * BUDGET_SHARE)
-        assert budget > 300_000, "else it is about nothing"
+        assert budget > 300_000, "otherwise the limit is never reached"
         reader = Reader(model)
         assert reader.step() is WAIT_FOR_DISK
         await trio.sleep(10)
@@ -650,7 +653,9 @@ async def test_backfills_of_stalled_readers_stay_within_their_budget(
         model.forget()
         total = 60 * 20 * 10_000
         budget = int(server.catalog.bucket(BUCKET).memory_policy.limit_bytes * BUDGET_SHARE)
-        assert budget + many * READ_BYTES_MIN < many * total / 10, "else it is about nothing"
+        assert budget + many * READ_BYTES_MIN < many * total / 10, (
+            "otherwise the limit is never reached"
+        )
         readers = [Reader(model) for _ in range(many)]
         for reader in readers:
             assert reader.step() is WAIT_FOR_DISK
@@ -681,7 +686,7 @@ async def test_backfills_of_stalled_readers_stay_within_their_budget(
         assert model.partition.manager.cursor_count == 1
 
 
-async def test_a_backfill_that_nobody_reads_leaves_memory_for_others(
+async def test_a_backfill_whose_reader_stalls_leaves_memory_for_others(
     autojump_clock: trio.testing.MockClock,
 ) -> None:
     reads: list[int] = []
@@ -697,7 +702,7 @@ async def test_a_backfill_that_nobody_reads_leaves_memory_for_others(
             await model.persist()
         model.forget()
         budget = int(server.catalog.bucket(BUCKET).memory_policy.limit_bytes * BUDGET_SHARE)
-        assert budget < 100 * 20 * 10_000 / 2, "else it is about nothing"
+        assert budget < 100 * 20 * 10_000 / 2, "otherwise the limit is never reached"
         idle, other_reader = Reader(model), Reader(model)
         assert idle.step() is WAIT_FOR_DISK
         await trio.sleep(1)
@@ -729,7 +734,7 @@ async def read_or_start_again(readers: list[Reader], index: int, items: int = 0)
 
 
 @pytest.mark.parametrize("seed", range(60))
-async def test_readers_see_what_the_model_says_whatever_happens(
+async def test_readers_agree_with_the_model_whatever_happens(
     autojump_clock: trio.testing.MockClock, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     draw = Random(seed)
@@ -843,9 +848,9 @@ async def test_requests_for_an_evicted_key_keep_their_order(
         await trio.testing.wait_all_tasks_blocked()
         await mutate(second, sets(b"k", value=b"newest"))
         await ask_for(second, b"k")
-        with trio.move_on_after(1) as patience:
+        with trio.move_on_after(1) as scope:
             await first.receive(GetReply)
-        assert patience.cancelled_caught
+        assert scope.cancelled_caught
         store.released.set()
         values = [(await first.receive(GetReply)).chunk.mutation(0).value for _ in range(2)]
         assert values == [b"old", b"new"]
@@ -855,7 +860,7 @@ async def test_requests_for_an_evicted_key_keep_their_order(
         assert await value_of(first, b"l") == b"other"
 
 
-async def test_counters_and_expected_cas_of_evicted_keys(
+async def test_counters_and_expected_cas_of_evicted_keys_are_read_from_disk(
     autojump_clock: trio.testing.MockClock,
 ) -> None:
     store = HeldReads(FindItems)
@@ -887,7 +892,7 @@ async def test_counters_and_expected_cas_of_evicted_keys(
 
 
 @pytest.mark.parametrize("seed", range(12))
-async def test_no_older_version_is_ever_seen(
+async def test_a_read_returns_no_version_older_than_an_acknowledged_one(
     autojump_clock: trio.testing.MockClock, seed: int
 ) -> None:
     """Three connections write, read and count a few keys, while memory is freed and the disk is

@@ -1,5 +1,5 @@
 """A bucket and its disk when several things happen at once: writes during a commit, one full disk
-of two, deleted buckets, items that expire together, readers that leave at once. With simulated
+of two, deleted buckets, items that expire together, readers that close at once. With simulated
 disks and a mock clock."""
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def batch(first: int, count: int, *, expiry: int = 0, nbytes: int = 100) -> Chun
 
 
 class _WithoutDelay(HeldStore):
-    """A store without delays, except that commits wait until they are released."""
+    """A store without delays, in which commits wait until `released` is set."""
 
     async def wait(self, call: StoreCall[Any]) -> None:
         if isinstance(call, Commit):
@@ -151,7 +151,7 @@ class _Stalling(SimulatedStore):
         await super().wait(call)
 
 
-async def test_a_server_killed_inside_a_large_snapshot_starts_where_the_one_before_ended(
+async def test_a_server_killed_inside_a_large_snapshot_starts_at_the_end_of_the_snapshot_before_it(
     autojump_clock: trio.testing.MockClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for constant in ("COMMIT_BYTES", "COMMIT_BYTES_MAX"):
@@ -183,7 +183,7 @@ async def test_a_server_killed_inside_a_large_snapshot_starts_where_the_one_befo
         assert [(row.key, row.seq) for row in rows] == [(b"%d" % n, n + 1) for n in range(4)]
 
 
-async def test_a_bucket_that_finds_no_room_at_the_end_keeps_no_other_from_disk(
+async def test_a_bucket_without_room_on_disk_does_not_keep_another_from_a_clean_stop(
     autojump_clock: trio.testing.MockClock,
 ) -> None:
     directory = SimulatedDirectory()
@@ -195,7 +195,7 @@ async def test_a_bucket_that_finds_no_room_at_the_end_keeps_no_other_from_disk(
             log_of(store).bytes_max = 1000
             for name in (BUCKET, "other"):
                 server.catalog.bucket(name).partitions[0].mutate(batch_of(batch(0, 1)), now=NOW)
-                # The first bucket has found no room, and waits before it tries again.
+                # The first bucket has found no room by now, and waits before it tries again.
                 await trio.sleep(3.05)
 
             server.catalog.bucket("other").partitions[0].mutate(batch_of(batch(1, 1)), now=NOW)
@@ -215,7 +215,7 @@ async def test_a_bucket_that_finds_no_room_at_the_end_keeps_no_other_from_disk(
     )
 
 
-async def test_an_index_that_finds_no_room_is_reported_while_writes_continue(
+async def test_an_index_without_room_on_disk_is_reported_while_writes_continue(
     autojump_clock: trio.testing.MockClock,
 ) -> None:
     directory = SimulatedDirectory()
@@ -301,7 +301,7 @@ class StepCounter:
         self.first = trio.Event()
 
     def count_step(self) -> Iterator[None]:
-        """Counts a step, and has nothing more to do."""
+        """Counts a step; returns an iterator without items."""
         self.count += 1
         self.first.set()
         return iter(())
@@ -374,7 +374,7 @@ async def test_a_bucket_can_be_deleted_while_its_expired_items_are_read(
             await trio.sleep(1)
             assert partition.high_seq == high_seq, "a deleted bucket expires nothing"
             nursery.cancel_scope.cancel()
-        # The task that frees memory must not try for ever to free that of a deleted bucket.
+        # The task that frees memory must not try again and again to free that of a deleted bucket.
         async with trio.open_nursery() as nursery:
             nursery.start_soon(server.upkeep.run_freeing)
             steps = StepCounter()
@@ -510,28 +510,28 @@ async def test_items_in_memory_that_expire_together_stay_within_the_quota(
         assert quota_bytes / 2 < peak.number <= 0.9 * quota_bytes
 
 
-class _CountingLooks(SimulatedStore):
-    """A store that counts how often it is asked for expired items.
+class _CountingExpiry(SimulatedStore):
+    """A store that counts how often it reads expired items.
 
     Attributes:
-        look_count: How often.
+        find_count: How often it did.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self.look_count = 0
+        self.find_count = 0
 
     async def execute(self, call: StoreCall[Any]) -> Any:
-        self.look_count += isinstance(call, FindExpired)
+        self.find_count += isinstance(call, FindExpired)
         return await super().execute(call)
 
 
-async def test_expired_items_that_cannot_be_deleted_cost_a_bounded_look_each_second(
+async def test_expired_items_that_cannot_be_deleted_cost_a_bounded_number_of_reads(
     autojump_clock: trio.testing.MockClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(bucket_disk, "DUE_MAX", 10)
     monkeypatch.setattr(bucket_disk, "EXPIRED_PASSED_MAX", 50)
-    store = _CountingLooks()
+    store = _CountingExpiry()
     async with serving(store, 2) as server:
         bucket = server.catalog.bucket(BUCKET)
         disk, (pending, active) = server.catalog.disks[bucket], bucket.partitions
@@ -541,12 +541,12 @@ async def test_expired_items_that_cannot_be_deleted_cost_a_bounded_look_each_sec
         for partition in bucket.partitions:
             while partition.manager.free_oldest() or partition.eviction.evict(1000):
                 pass
-        # A node that hands over a partition deletes nothing there. The items of the other partition
+        # A node deletes nothing in a partition that it hands over. The items of the other partition
         # expire later.
         pending.change_state(PartitionState.PENDING, pending.failover_log)
         for call_count in range(1, 8):
             await disk.expire_on_disk(2000.0)
-            assert store.look_count <= 5 * call_count
+            assert store.find_count <= 5 * call_count
         assert (pending.high_seq, active.high_seq) == (300, 6)
         # All items that can be deleted are deleted, however many.
         pending.change_state(PartitionState.ACTIVE, pending.failover_log)
@@ -614,7 +614,7 @@ async def test_expired_items_on_disk_are_deleted_in_steps(
         assert disk.flusher.lag_mutations == 0
 
 
-async def test_a_look_for_expired_items_that_is_cancelled_leaves_nothing_behind(
+async def test_deletions_of_a_cancelled_expiry_are_persisted(
     autojump_clock: trio.testing.MockClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The deletions that it has made must be written to disk before the stop is marked as clean."""
@@ -638,7 +638,7 @@ async def test_a_look_for_expired_items_that_is_cancelled_leaves_nothing_behind(
         assert partition.manager.persistence.committed_seq == high_seq
 
 
-class _FailingLooks(SimulatedStore):
+class _FailingExpiry(SimulatedStore):
     """A store that cannot find expired items.
 
     Attributes:
@@ -655,10 +655,10 @@ class _FailingLooks(SimulatedStore):
         return await super().execute(call)
 
 
-async def test_a_disk_that_cannot_tell_what_has_expired_is_logged_once(
+async def test_a_failure_to_read_expired_items_is_logged_once(
     autojump_clock: trio.testing.MockClock,
 ) -> None:
-    store = _FailingLooks()
+    store = _FailingExpiry()
     damage, trouble = CorruptionError("a bad page"), DataDirectoryError("no addresses are left")
     async with serving(store, 1) as server, trio.open_nursery() as nursery:
         with structlog.testing.capture_logs() as lines:
@@ -716,7 +716,9 @@ async def test_small_snapshots_of_an_idle_bucket_become_one(
         cursor.close()
 
 
-async def test_deletions_may_be_kept_for_ever(autojump_clock: trio.testing.MockClock) -> None:
+async def test_deletions_are_kept_for_ever_with_an_infinite_purge_age(
+    autojump_clock: trio.testing.MockClock,
+) -> None:
     config = ServerConfig(identity="a", purge_age_s=math.inf)
     server = Server(config, SimulatedStore(), System(time=lambda: NOW + trio.current_time()))
     async with server.recovered_buckets():
@@ -724,14 +726,14 @@ async def test_deletions_may_be_kept_for_ever(autojump_clock: trio.testing.MockC
         partition = server.catalog.bucket(BUCKET).partitions[0]
         partition.mutate(batch_of(Chunk.build([Mutation(Operation.DELETE, b"k")])), now=NOW)
         await trio.sleep(10)
-        assert partition.eviction.indexed_seq == partition.high_seq, "maintenance goes on"
+        assert partition.eviction.indexed_seq == partition.high_seq, "maintenance has run"
         assert partition.purge_seq == 0
 
 
-async def test_a_bucket_is_deleted_just_as_it_has_something_to_collapse(
+async def test_a_bucket_can_be_deleted_while_it_waits_to_be_collapsed(
     autojump_clock: trio.testing.MockClock,
 ) -> None:
-    """The task that collapses is woken, and finds nothing to do."""
+    """The task that collapses wakes, and finds that the bucket is gone."""
 
     def make_small_snapshots(name: str) -> Partition:
         partition = server.catalog.bucket(name).partitions[0]
@@ -753,7 +755,7 @@ async def test_a_bucket_is_deleted_just_as_it_has_something_to_collapse(
         await server.catalog.delete_bucket("short-lived")
         partition = make_small_snapshots(BUCKET)
         await trio.sleep(10)
-        assert len(partition.snapshots) == 2, "it goes on collapsing"
+        assert len(partition.snapshots) == 2, "the task still collapses other buckets"
         nursery.cancel_scope.cancel()
 
 
@@ -776,7 +778,7 @@ async def test_buckets_take_turns_at_collapsing(autojump_clock: trio.testing.Moc
         nursery.cancel_scope.cancel()
 
 
-async def test_a_reader_that_leaves_as_soon_as_it_has_come_leaves_nothing_behind(
+async def test_a_reader_that_closes_at_once_leaves_no_cursor_and_no_memory(
     autojump_clock: trio.testing.MockClock,
 ) -> None:
     async with a_partition() as (_, model):
@@ -805,7 +807,7 @@ async def test_a_reader_that_leaves_as_soon_as_it_has_come_leaves_nothing_behind
                 assert model.disk.memory.backfills == 0
 
 
-async def test_a_caller_that_leaves_a_hanging_commit_leaves_nothing_behind(
+async def test_callers_that_stop_waiting_for_a_commit_leave_no_callback(
     autojump_clock: trio.testing.MockClock,
 ) -> None:
     store = HeldStore()
@@ -822,8 +824,8 @@ async def test_a_caller_that_leaves_a_hanging_commit_leaves_nothing_behind(
         await disk.flusher.wait_until_persisted(partition, partition.high_seq)
 
 
-class _NothingIsForgotten(SimulatedStore):
-    """A store in which no lease can be deleted while the disk is full."""
+class _UndeletableLeases(SimulatedStore):
+    """A store in which no lease can be deleted while `is_full`; counts the steps of maintenance."""
 
     is_full = True
     maintenance_steps = 0
@@ -835,12 +837,12 @@ class _NothingIsForgotten(SimulatedStore):
         await super().wait(call)
 
 
-async def test_a_lease_that_cannot_be_deleted_is_not_forgotten(
+async def test_a_lapsed_lease_is_kept_until_it_can_be_deleted_on_disk(
     autojump_clock: trio.testing.MockClock,
 ) -> None:
     """After a restart the lease would exist again, though compaction might have removed data in its
     ranges."""
-    store = _NothingIsForgotten()
+    store = _UndeletableLeases()
     async with serving(store, 1) as server:
         disk = server.catalog.disks[server.catalog.bucket(BUCKET)]
         async with disk.maintenance.paused():
@@ -892,7 +894,7 @@ async def test_leases_that_lapsed_together_do_not_keep_a_full_disk_from_compacti
         full_disk.changes_max = 1 << 62
 
 
-async def _with_a_damaged_lease() -> SimulatedDirectory:
+async def _directory_with_a_damaged_lease() -> SimulatedDirectory:
     """The disk of a stopped server with two leases: 5, which is damaged, and 6."""
     directory = SimulatedDirectory()
     async with serving(SimulatedStore(directory), 1) as server:
@@ -913,8 +915,8 @@ async def test_a_damaged_lease_does_not_keep_a_server_with_a_full_disk_from_star
 ) -> None:
     """The lease is lost, and its record is deleted once there is room. Nothing is compacted before
     that: if the record became readable again, the lease would cover data that no longer exists."""
-    directory = await _with_a_damaged_lease()
-    store = _NothingIsForgotten(directory)
+    directory = await _directory_with_a_damaged_lease()
+    store = _UndeletableLeases(directory)
     async with serving(store, 1) as server:
         disk = server.catalog.disks[server.catalog.bucket(BUCKET)]
         await trio.sleep(5)
@@ -930,8 +932,8 @@ async def test_a_damaged_lease_does_not_keep_a_server_with_a_full_disk_from_star
 async def test_a_lease_that_replaces_a_damaged_one_is_kept(
     autojump_clock: trio.testing.MockClock,
 ) -> None:
-    directory = await _with_a_damaged_lease()
-    store = _NothingIsForgotten(directory)
+    directory = await _directory_with_a_damaged_lease()
+    store = _UndeletableLeases(directory)
     async with serving(store, 1) as server:
         disk = server.catalog.disks[server.catalog.bucket(BUCKET)]
         async with disk.maintenance.paused():
