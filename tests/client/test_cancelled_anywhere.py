@@ -1,8 +1,8 @@
 """Every asynchronous operation of the clients, cancelled at each of its steps in turn.
 
 A real server on a network in memory, so that each run takes the same steps. After each cancellation
-no task and no connection is left, the server is whole, both ends agree about credit, and the same
-operation works. An operation that is in no table here fails the last test.
+no task and no connection is left, the server's invariants hold, both ends agree about credit, and
+the same operation succeeds. The last test fails if no other test cancels an operation.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ from upr_server.app import Server
 from upr_server.replication.map_exchange import ASK_INTERVAL_S
 
 KEYS: Final = [b"key-%d" % index for index in range(20)]
-OF_FIRST: Final = [key for key in KEYS if partition_of(key, PARTITIONS) == 0]
+KEYS_OF_PARTITION_0: Final = [key for key in KEYS if partition_of(key, PARTITIONS) == 0]
 
 
 @pytest.fixture
@@ -92,25 +92,25 @@ def operator_at(server: Server) -> Operator:
 
 
 async def add(server: Server, second_server: Server) -> None:
-    """Makes `second_server`, which is called `z`, a replica of all that `server` has."""
+    """Makes `second_server`, which is the node `z`, a replica of all partitions of `server`."""
     operator = operator_at(server)
     new_partitions = await add_replicas(operator, "z", f"{HOST}:{second_server.port}")
     with trio.fail_after(60):
         await wait_caught_up(operator, "z", new_partitions, ReplicaLag())
-    # The two know each other from now on: the links on which they ask each other stay.
+    # Waits until each node has opened its link to the other: the tasks of the links stay.
     await trio.sleep(2 * ASK_INTERVAL_S)
 
 
 @asynccontextmanager
 async def two_nodes(server: Server) -> AsyncIterator[list[Server]]:
-    """Another leads one of the partitions."""
+    """`server`, and a second one that is active for partition 1."""
     async with node("z") as second_server:
         await add(server, second_server)
         await take_over(operator_at(server), to="z", partitions=[1])
         yield [server, second_server]
 
 
-# Clients: requests.
+# Requests of clients.
 
 ClientCase = Callable[[Client, int], Awaitable[object]]
 
@@ -145,7 +145,7 @@ async def _await_durable(client: Client, suffix: int) -> None:
 
 
 async def _get_from(client: Client, suffix: int) -> None:
-    await client.get_from(0, OF_FIRST, client.partitions()[0].log.current)
+    await client.get_from(0, KEYS_OF_PARTITION_0, client.partitions()[0].log.current)
 
 
 async def _change_users(client: Client, suffix: int) -> None:
@@ -157,7 +157,7 @@ async def _change_users(client: Client, suffix: int) -> None:
 KEY_OPERATIONS: Final = {
     function for name, function in vars(KeyOperations).items() if not name.startswith("_")
 }
-"""Those that are no coroutine functions themselves, but give the coroutine of `Client._change`."""
+"""These are no coroutine functions: they return the coroutine of `Client._change`."""
 
 CLIENT: Final[dict[Callable[..., object], ClientCase]] = {
     Client.get: lambda client, _: client.get(KEYS[0]),
@@ -189,7 +189,7 @@ CLIENT: Final[dict[Callable[..., object], ClientCase]] = {
 
 
 @pytest.mark.parametrize("function", CLIENT)
-async def test_a_request(
+async def test_a_request_can_be_cancelled(
     network: MemoryNetwork,
     server: Server,
     autojump_clock: MockClock,
@@ -198,7 +198,7 @@ async def test_a_request(
     await try_request(network, [server], function)
 
 
-async def test_requests_to_two_nodes(
+async def test_requests_to_two_nodes_can_be_cancelled(
     network: MemoryNetwork, server: Server, autojump_clock: MockClock
 ) -> None:
     async with two_nodes(server) as servers:
@@ -242,7 +242,7 @@ PublisherCase = Callable[[Publisher], Awaitable[object]]
 
 
 def _chunk() -> Chunk:
-    return chunk_of_plain_sets(OF_FIRST, [b"v"] * len(OF_FIRST))
+    return chunk_of_plain_sets(KEYS_OF_PARTITION_0, [b"v"] * len(KEYS_OF_PARTITION_0))
 
 
 async def _wait_for_room(sink: Publisher) -> None:
@@ -256,8 +256,8 @@ async def _flush(sink: Publisher) -> None:
 
 
 async def _publish(sink: Publisher) -> None:
-    # With so many operations it is a checkpoint.
-    keys = OF_FIRST[:1] * BUNDLE_MUTATIONS
+    # With so many operations `publish` has a checkpoint.
+    keys = KEYS_OF_PARTITION_0[:1] * BUNDLE_MUTATIONS
     await sink.publish(PartitionId(0), chunk_of_plain_sets(keys, keys))
 
 
@@ -280,7 +280,7 @@ PUBLISHER: Final[dict[Callable[..., object], PublisherCase]] = {
 
 
 @pytest.mark.parametrize("function", PUBLISHER)
-async def test_publishing_is_cancelled_anywhere(
+async def test_publishing_can_be_cancelled(
     network: MemoryNetwork,
     server: Server,
     autojump_clock: MockClock,
@@ -289,7 +289,7 @@ async def test_publishing_is_cancelled_anywhere(
     await try_publishing(network, [server], function)
 
 
-async def test_publishing_to_two_nodes_is_cancelled_anywhere(
+async def test_publishing_to_two_nodes_can_be_cancelled(
     network: MemoryNetwork, server: Server, autojump_clock: MockClock
 ) -> None:
     async with two_nodes(server) as servers:
@@ -322,7 +322,8 @@ async def try_publishing(
 
 
 class Store(MemoryStore):
-    """One that takes some steps, so that one of them is met though threads make steps too."""
+    """A store whose operations take ten steps. Threads shift the count of steps from run to run, so
+    a single step might never be the one at which the work is cancelled."""
 
     async def load(self) -> ResumeState | None:
         await _some_steps()
@@ -339,8 +340,8 @@ async def _some_steps() -> None:
 
 
 class Reader:
-    """Writes at the server and reads with a consumer: whatever is cancelled, all that was written
-    comes, in order."""
+    """Writes at the servers and reads with a consumer, and checks that it receives all new keys in
+    their order, whatever was cancelled before."""
 
     def __init__(
         self, servers: list[Server], consumer: Consumer | RollbackConsumer | LocalCopyFollower
@@ -352,6 +353,7 @@ class Reader:
         self._read: dict[PartitionId, list[bytes]] = {}
 
     def write(self) -> bytes:
+        """Sets a new key, and returns it."""
         key = b"new-%d" % next(self._numbers)
         partition_id = PartitionId(partition_of(key, PARTITIONS))
         (active,) = (
@@ -365,6 +367,7 @@ class Reader:
         return key
 
     async def follow(self, until: bytes = b"") -> None:
+        """Reads until a key comes."""
         async for event in self._consumer:
             if isinstance(event, ChunkReceived):
                 keys = [row.key for row in event.chunk if row.key.startswith(b"new")]
@@ -397,7 +400,7 @@ class Reader:
 
 
 @pytest.mark.parametrize("function", [Consumer.__anext__, Consumer.barrier, Consumer.save])
-async def test_a_consumer(
+async def test_a_consumer_can_be_cancelled(
     network: MemoryNetwork,
     server: Server,
     autojump_clock: MockClock,
@@ -407,7 +410,7 @@ async def test_a_consumer(
     assert network.open == 0
 
 
-async def test_a_consumer_of_two_nodes(
+async def test_a_consumer_of_two_nodes_can_be_cancelled(
     network: MemoryNetwork, server: Server, autojump_clock: MockClock
 ) -> None:
     async with two_nodes(server) as servers:
@@ -431,7 +434,7 @@ async def try_consuming(servers: list[Server], *functions: Callable[..., object]
 @pytest.mark.parametrize(
     "function", [RollbackConsumer.__anext__, RollbackConsumer.barrier, RollbackConsumer.save]
 )
-async def test_a_consumer_with_a_ring_buffer(
+async def test_a_consumer_that_can_roll_back_can_be_cancelled(
     network: MemoryNetwork, server: Server, function: Callable[..., object], tmp_path: Path
 ) -> None:
     async with consume_with_rollback(
@@ -455,7 +458,7 @@ LOCAL_COPY: Final = (
 
 
 @pytest.mark.parametrize("function", LOCAL_COPY)
-async def test_a_map(
+async def test_a_local_copy_can_be_cancelled(
     network: MemoryNetwork, server: Server, function: Callable[..., object], tmp_path: Path
 ) -> None:
     async with keep_local_copy(server.url("b"), tmp_path / "local-copy") as copy:
@@ -477,7 +480,7 @@ async def test_a_map(
     assert network.open == 0
 
 
-async def test_a_resume_file(tmp_path: Path) -> None:
+async def test_loading_and_saving_a_resume_file_can_be_cancelled(tmp_path: Path) -> None:
     store, state = FileStore(tmp_path / "state"), ResumeState("b")
 
     async def save() -> None:
@@ -492,11 +495,10 @@ async def test_a_resume_file(tmp_path: Path) -> None:
     (await cancelled_at_each_step(load, then=load)).check_inside(FileStore.load)
 
 
-WAITS_FOR_NOTHING: Final = (MemoryStore.load, MemoryStore.save)
+WITHOUT_CHECKPOINT: Final = (MemoryStore.load, MemoryStore.save)
 
 
 def test_memory_stores_have_no_checkpoint_to_cancel_at() -> None:
-    """It cannot be cancelled."""
     store = MemoryStore()
     for coroutine in (store.save(ResumeState("b")), store.load()):
         with pytest.raises(StopIteration):
@@ -586,7 +588,7 @@ async def _set_map(server: Server, folder: Path) -> None:
 
 
 async def _join(server: Server, folder: Path) -> None:
-    # It asks itself, and holds the bucket alone.
+    # The node asks itself, and its bucket is on no other node.
     with pytest.raises(ServerError, match="has no map of 'b'"):
         await NodeClient(Address.parse(server.url("b"))).join(f"{HOST}:{server.port}")
 
@@ -610,7 +612,7 @@ CONTEXTS: Final[dict[Callable[[Server, Path], Awaitable[None]], tuple[Callable[.
 
 
 @pytest.mark.parametrize("context", CONTEXTS)
-async def test_from_the_connection_to_its_end(
+async def test_a_context_can_be_cancelled_from_its_beginning_to_its_end(
     network: MemoryNetwork,
     server: Server,
     context: Callable[[Server, Path], Awaitable[None]],
@@ -629,7 +631,7 @@ async def test_from_the_connection_to_its_end(
     steps.check_inside(*CONTEXTS[context])
 
 
-async def test_a_replicas_consumer(
+async def test_a_consumer_as_a_replica_can_be_cancelled(
     network: MemoryNetwork, server: Server, tmp_path: Path, autojump_clock: MockClock
 ) -> None:
     partition_map = PartitionMap(
@@ -650,20 +652,21 @@ async def test_a_replicas_consumer(
     steps.check_inside(consume_as_replica)
 
 
-# Operators. What they do takes very many steps, of which only some are tried.
+# Operators. Their commands take so many steps that only some are tried.
 
 
-def whole(servers: list[Server]) -> None:
+def check_together(servers: list[Server]) -> None:
+    """Checks each server, and that no two are active for a partition in the same history."""
     for server in servers:
         check(server)
     for partition in range(PARTITIONS):
-        there = [server.catalog.buckets.get("b") for server in servers]
+        buckets = [server.catalog.buckets.get("b") for server in servers]
         active = [
             bucket.partitions[partition].failover_log.current
-            for bucket in there
+            for bucket in buckets
             if bucket is not None and bucket.partitions[partition].state is PartitionState.ACTIVE
         ]
-        assert len(set(active)) == len(active), "two are active in one history"
+        assert len(set(active)) == len(active), "two nodes are active in one history"
 
 
 SURVEY: Final = (
@@ -675,7 +678,9 @@ SURVEY: Final = (
 )
 
 
-async def test_a_survey(network: MemoryNetwork, server: Server, autojump_clock: MockClock) -> None:
+async def test_a_survey_of_the_nodes_can_be_cancelled(
+    network: MemoryNetwork, server: Server, autojump_clock: MockClock
+) -> None:
     async with node("z") as second_server:
         operator = operator_at(server)
         await add(server, second_server)
@@ -685,18 +690,18 @@ async def test_a_survey(network: MemoryNetwork, server: Server, autojump_clock: 
             assert survey.map == (await operator.node_status(operator.address)).map
 
         steps = await cancelled_at_each_step(
-            work, lambda: whole([server, second_server]), every=3, reaching=SURVEY
+            work, lambda: check_together([server, second_server]), every=3, reaching=SURVEY
         )
         steps.check_inside(*SURVEY)
 
 
-async def test_replicas_that_are_added_and_removed(
+async def test_adding_and_removing_replicas_can_be_cancelled(
     network: MemoryNetwork, server: Server, autojump_clock: MockClock
 ) -> None:
     async with node("z") as second_server:
         operator, servers = operator_at(server), [server, second_server]
 
-        async def add_it() -> None:
+        async def add_second_server() -> None:
             await add(server, second_server)
 
         async def remove() -> None:
@@ -706,26 +711,30 @@ async def test_replicas_that_are_added_and_removed(
             if "z" in (await operator.survey()).require_map().nodes:
                 await remove()
 
-        await add_it()
+        await add_second_server()
         await remove()
-        # What it had is still on its disk, and it has the bucket.
+        # From now on the second server has the bucket, with old data on its disk.
         steps = await cancelled_at_each_step(
-            add_it,
-            lambda: whole(servers),
-            then=add_it,
+            add_second_server,
+            lambda: check_together(servers),
+            then=add_second_server,
             undo=remove_again,
             every=47,
             reaching=(add_replicas, wait_caught_up),
         )
         steps.check_inside(add_replicas, wait_caught_up)
-        await add_it()
+        await add_second_server()
         steps = await cancelled_at_each_step(
-            remove, lambda: whole(servers), then=add_it, every=47, reaching=[remove_replicas]
+            remove,
+            lambda: check_together(servers),
+            then=add_second_server,
+            every=47,
+            reaching=[remove_replicas],
         )
         steps.check_inside(remove_replicas)
 
 
-async def test_a_takeover(
+async def test_a_takeover_can_be_cancelled(
     network: MemoryNetwork, server: Server, autojump_clock: MockClock
 ) -> None:
     async with node("z") as second_server:
@@ -739,16 +748,16 @@ async def test_a_takeover(
             survey = await operator.survey()
             if any(assignment.active != "z" for assignment in survey.require_map().partitions):
                 await take_over(operator, to="z", partitions=range(PARTITIONS))
-            whole(servers)
+            check_together(servers)
             await take_over(operator, to="a", partitions=range(PARTITIONS))
 
         steps = await cancelled_at_each_step(
-            work, lambda: whole(servers), then=then, every=47, reaching=[take_over]
+            work, lambda: check_together(servers), then=then, every=47, reaching=[take_over]
         )
         steps.check_inside(take_over)
 
 
-async def test_a_failover(
+async def test_a_failover_can_be_cancelled(
     network: MemoryNetwork, server: Server, autojump_clock: MockClock
 ) -> None:
     async with node("z") as second_server:
@@ -766,7 +775,7 @@ async def test_a_failover(
             survey = await operator.survey()
             if any(assignment.active != "z" for assignment in survey.require_map().partitions):
                 await work()
-            whole(servers)
+            check_together(servers)
             network.away.discard(server.port)
             await caught_up(servers)
             await take_over(operator, to="a", partitions=range(PARTITIONS))
@@ -775,13 +784,13 @@ async def test_a_failover(
             network.cut(server.port)
 
         steps = await cancelled_at_each_step(
-            work, lambda: whole(servers), then=then, every=47, reaching=[fail_over]
+            work, lambda: check_together(servers), then=then, every=47, reaching=[fail_over]
         )
         steps.check_inside(fail_over)
 
 
 async def caught_up(servers: list[Server]) -> None:
-    """Both have one map and one history."""
+    """Waits until both servers have the same map and the same histories."""
 
     def same() -> bool:
         maps = [server.partition_maps.map_of("b") for server in servers]
@@ -800,7 +809,7 @@ async def caught_up(servers: list[Server]) -> None:
 COMMANDS: Final = (add_replicas, remove_replicas, wait_caught_up, take_over, fail_over)
 
 
-def test_nothing_is_forgotten() -> None:
+def test_every_operation_is_cancelled_by_a_test() -> None:
     operations: set[Callable[..., object]] = {
         *CLIENT,
         *PUBLISHER,
@@ -808,12 +817,12 @@ def test_nothing_is_forgotten() -> None:
         *(RollbackConsumer.__anext__, RollbackConsumer.barrier, RollbackConsumer.save),
         *LOCAL_COPY,
         *(FileStore.load, FileStore.save),
-        *WAITS_FOR_NOTHING,
+        *WITHOUT_CHECKPOINT,
         *(function for functions in CONTEXTS.values() for function in functions),
         consume_as_replica,
         *SURVEY,
         *COMMANDS,
     }
-    there = exported(upr_protocol.client) | exported(upr_protocol.client.operator)
-    there |= {name_of(function) for function in KEY_OPERATIONS}
-    assert {name_of(function) for function in operations} == there
+    expected_names = exported(upr_protocol.client) | exported(upr_protocol.client.operator)
+    expected_names |= {name_of(function) for function in KEY_OPERATIONS}
+    assert {name_of(function) for function in operations} == expected_names
