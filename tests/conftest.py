@@ -8,6 +8,7 @@ import signal
 import zlib
 from collections.abc import Awaitable, Callable, Iterator
 from functools import cache, partial
+from inspect import iscoroutinefunction
 from pathlib import Path
 from typing import Any, Final
 
@@ -21,6 +22,7 @@ from tests.kit.certificates import Certificates
 from tests.kit.effort import effort
 from tests.kit.longest_step import runs_again_if_long
 from tests.kit.scheduler import seeded_scheduler
+from tests.kit.steady_clock import SteadyClock
 from upr_server.net.request_context import RequestContext
 
 # What a comparison outside of test files compared is told, too.
@@ -85,11 +87,24 @@ def _run_on_clock(
     trio.run(main, **{**options, "clock": clock})
 
 
+def _run_on_steady_clock(main: Callable[[], Awaitable[None]], **options: Any) -> None:
+    """Runs a test that asks for no mock clock."""
+    trio.run(main, **{**options, "clock": SteadyClock()})
+
+
+def _is_async(item: pytest.Function) -> bool:
+    hypothesis_test = getattr(item.obj, "hypothesis", None)
+    return iscoroutinefunction(hypothesis_test.inner_test if hypothesis_test else item.obj)
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Puts what is slow first, or the other processes would have nothing to do at the end."""
+    """Gives each test its clock. Puts what is slow first, or the other processes would have nothing
+    to do at the end."""
     for item in items:
         if isinstance(item, pytest.Function) and CLOCKS & set(item.fixturenames):
             item.add_marker(pytest.mark.trio(run=partial(_run_on_clock, item)), append=False)
+        elif isinstance(item, pytest.Function) and _is_async(item):
+            item.add_marker(pytest.mark.trio(run=_run_on_steady_clock), append=False)
         # pytest-trio marks each test of its own, which counts more than the mark of a module.
         if runs_again_if_long.mark in item.iter_markers("trio"):
             item.add_marker(runs_again_if_long, append=False)
