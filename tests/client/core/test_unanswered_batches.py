@@ -16,7 +16,11 @@ from tests.kit.fake_partition import FakePartition
 from tests.kit.reference_cycles import no_collections
 from upr_protocol.chunk import Chunk, CounterDelta, Mutation, chunk_of_plain_sets
 from upr_protocol.client.core.batcher import BUNDLE_MUTATIONS
-from upr_protocol.client.core.node_batches import BUSY_NODE_ROWS, VERY_BUSY_NODE_ROWS
+from upr_protocol.client.core.node_batches import (
+    BUNDLE_MUTATIONS_LIMIT,
+    BUSY_NODE_ROWS,
+    VERY_BUSY_NODE_ROWS,
+)
 from upr_protocol.client.core.partition_batches import Batch
 from upr_protocol.client.core.publish_options import PublishOptions
 from upr_protocol.client.core.unanswered_batches import UnansweredBatches
@@ -91,7 +95,7 @@ class Machine(RuleBasedStateMachine):
     def check_bundle(self, message: Mutate) -> None:
         assert message.attempt == ATTEMPT
         bundle = message.bundle
-        assert len(bundle.runs) == 1 or len(bundle) <= BUNDLE_MUTATIONS
+        assert len(bundle.runs) == 1 or len(bundle) <= BUNDLE_MUTATIONS_LIMIT
         for index, run in enumerate(bundle.runs):
             chain = 0
             for batch in self.added[run.partition][: run.counter]:
@@ -335,10 +339,15 @@ class Publishing:
                 self.node.receive(message, 0.0)
 
     def add(
-        self, partition: int, rows: int, on_answer: Callable[[Batch], None] | None = None
+        self,
+        partition: int,
+        rows: int,
+        on_answer: Callable[[Batch], None] | None = None,
+        *,
+        value: bytes = b"v",
     ) -> Batch:
         self._batches.place(PartitionId(partition), self.node)
-        chunk = chunk_of_plain_sets([b"k"] * rows, [b"v"] * rows)
+        chunk = chunk_of_plain_sets([b"k"] * rows, [value] * rows)
         return self._batches.add_all([(PartitionId(partition), chunk)], on_answer)[0]
 
     def close(self) -> None:
@@ -397,6 +406,22 @@ def test_a_lost_connection_behind_a_refusal_for_good_has_a_task_send_nothing_aga
     assert [batch.refusal for batch in batches] == [Status.NOT_ALLOWED] * 4
     assert publishing.node.count == (0 if not refused else 1)
     assert other.refusal is (Status.NOT_ALLOWED if not refused else None)
+
+
+def test_a_bundle_takes_batches_up_to_twice_what_fills_it() -> None:
+    publishing = Publishing(PublishOptions(in_flight=1, linger_s=0.005))
+    for partition in range(5):
+        publishing.add(partition, 1_000)
+    assert publishing.sent_runs(0.0) == [[0, 1], [2, 3], [4]], "2,048 operations at most"
+
+    publishing = Publishing(PublishOptions(in_flight=1, linger_s=0.005))
+    for partition in range(4):
+        publishing.add(partition, 10, value=bytes(20_000))
+    assert publishing.sent_runs(0.0) == [[0, 1], [2, 3]], "512 KiB at most"
+
+    publishing = Publishing(PublishOptions(in_flight=1, linger_s=0.005))
+    publishing.add(0, 3_000)
+    assert publishing.sent_runs(0.0) == [[0]], "a batch is not divided"
 
 
 def test_a_bundle_fills_while_the_server_has_enough_to_do() -> None:
@@ -516,7 +541,7 @@ def test_what_waits_for_a_disk_does_not_keep_others_waiting() -> None:
     publishing = Publishing(PublishOptions(durability=Durability.PERSISTED, linger_s=0.005))
     for partition in range(BUSY_NODE_ROWS // BUNDLE_MUTATIONS):
         publishing.add(partition, BUNDLE_MUTATIONS)
-    assert len(publishing.sent_runs(0.0)) == 4
+    assert publishing.sent_runs(0.0) == [[0, 1], [2, 3]]
     publishing.add(60, 1)
     assert publishing.sent_runs(0.0) == []
     assert publishing.node.send_at == 0.005
