@@ -105,6 +105,10 @@ async def test_impossible_failovers_are_refused() -> None:
             await fail_over(operator, partitions=[0], to="x")
         assert group.map("b").revision == 32
         await fail_over(operator, partitions=[0], acknowledged=2)
+        assert group.progress[1] == (
+            "c may take writes, too, for partition 0, if another failover reaches them: run no "
+            "other one before they answer, or one of the two loses what it accepts"
+        )
         group.progress.clear()
         await fail_over(operator, partitions=[1, 2, 3], lose_acknowledged=True)
         assert group.states("b") == ACTIVE
@@ -448,6 +452,41 @@ async def test_a_replica_with_an_old_map_that_rolled_back_to_0_is_not_chosen_bef
         await group.until(lambda: not is_incomplete(group, "c"))
         assert highs(group, "c") == highs(group, "a")
         assert await group.get("a", "key 7") == "v"
+
+
+async def test_of_two_failovers_that_reach_different_nodes_each_names_the_other_nodes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Publishers wait for both replicas, so one replica is enough for each of the two. Their maps
+    have the same revision. The node that was restarted meanwhile becomes active no more."""
+    confirm = MapExchange._confirm
+    confirming_nodes: list[str] = []
+
+    async def noted_confirm(exchange: MapExchange, *arguments: Any) -> None:
+        await confirm(exchange, *arguments)
+        confirming_nodes.append(exchange._partition_maps.node)
+
+    async with running_servers("abc") as group:
+        await filled(group)
+        for node in "abc":
+            await group.stop(node)
+        for node, other in ("b", "c"), ("c", "b"):
+            group.progress.clear()
+            await group.start(node)
+            await fail_over(group.operator(node, ask_timeout_s=0.5), all_of="a", acknowledged=2)
+            assert group.progress[1].startswith(f"{other} may take writes, too, for partitions 0-3")
+            assert group.states(node) == ACTIVE
+            async with connect(group.servers[node].url("b"), follow_map=False) as client:
+                await client.set(f"by {node}", "v", durability=Durability.PERSISTED)
+            if node == "b":
+                await group.stop("b")
+        monkeypatch.setattr(MapExchange, "_confirm", noted_confirm)
+        await group.start("b")
+        await group.until(lambda: confirming_nodes.count("b") >= 2)
+        assert group.states("b") == [PartitionState.PENDING] * PARTITIONS
+        assert group.states("c") == ACTIVE
+        assert group.map("b").revision == group.map("c").revision
+        assert await group.get("c", "by c") == "v"
 
 
 async def test_an_incomplete_copy_is_chosen_if_acknowledged_changes_may_be_lost(
