@@ -111,6 +111,10 @@ def load_certificate(
         TlsError: One of them cannot be used; or others can read the key.
     """
     name, key_path = (settings[1], key) if key else (settings[0], certificate)
+    if not key and _use(name, key_path, lambda: _has_only_certificates(key_path)):
+        raise TlsError(
+            f"{name}: {certificate} has no key: name the file with its key with {settings[1]}"
+        )
     mode = _use(name, key_path, lambda: os.stat(key_path)).st_mode
     if mode & (stat.S_IRWXO | stat.S_IWGRP):
         raise TlsError(
@@ -129,6 +133,12 @@ def load_certificate(
         certificate,
         lambda: context.load_cert_chain(certificate, key or None, password=no_passphrase),
     )
+
+
+def _has_only_certificates(path: str) -> bool:
+    with open(path, "rb") as file:
+        content = file.read()
+    return b"CERTIFICATE-----" in content and b"PRIVATE KEY-----" not in content
 
 
 def _use(setting: str, path: str, use: Callable[[], T]) -> T:

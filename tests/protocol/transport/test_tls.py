@@ -490,6 +490,8 @@ def test_an_unusable_file_is_named_in_the_error(certificates: Certificates) -> N
         (TlsSettings(ca=str(nonsense)), r"ca: .*nonsense\.pem cannot be used: "),
         (TlsSettings(cert=str(nonsense)), r"cert: .*nonsense\.pem cannot be used: "),
         (TlsSettings(cert=missing_path, cert_key=str(client.key)), r"cert: .* cannot be read"),
+        # Everybody may read a certificate.
+        (TlsSettings(cert=str(client.cert)), r"cert: .* has no key: .* cert-key"),
         (TlsSettings(cert=str(client.cert), cert_key=missing_path), r"cert-key: .* cannot be read"),
         (TlsSettings(cert_key=str(client.key)), "the option cert-key needs the option cert"),
         (
