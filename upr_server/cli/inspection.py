@@ -68,10 +68,11 @@ def dump_command(
 ) -> None:
     """Print the contents of a data directory, one JSON object per line.
 
-    By default that is the newest mutation of each key, deletions too, in the order in which they
-    were made. Keys and values are text where they are UTF-8; otherwise they are base64, and a
-    second field (key_encoding, value_encoding) says so. Damaged records are left out, and reported
-    on standard error. The command changes nothing. Stop the server that uses the directory first.
+    By default that is the newest mutation of each key, deletions too, by partition, and in each
+    partition by sequence number. Keys and values are text where they are UTF-8; otherwise they are
+    base64, and a second field (key_encoding, value_encoding) says so. Damaged records are left out,
+    and reported on standard error. The command changes nothing. Stop the server that uses the
+    directory first.
     """
     options = DumpOptions(partition, keys_only, history)
     inspected = _inspect(data_dir, bucket, "dump", options)
