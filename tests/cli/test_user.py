@@ -355,6 +355,9 @@ def test_streams_end_when_the_right_is_revoked(
         (("grant", "bob", "fly", "b"), "is not one of read, write"),
         (("grant", "bob", "secure", "b"), "grant it on *"),
         (("grant", "bob", "read", ""), "write * for every bucket"),
+        # Events have these wildcards, and no bucket has such a name.
+        (("grant", "bob", "read", "orders-?"), "* is the only wildcard"),
+        (("grant", "bob", "read", "my orders"), "no bucket's name matches 'my orders'"),
         (("add", "a\nb"), "control character"),
         (("add", "a\u200bb", "--certificate-only"), "format character"),
         (("grant", "bob", "read", "\udcff"), "no control or format characters"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable
 from functools import wraps
 from typing import Any, Final
@@ -72,6 +73,26 @@ _prefix_option = click.option(
     callback=_prefix,
     help="Only keys that begin with this; for read and write.  [default: the whole bucket]",
 )
+
+
+_MATCHING_PATTERN: Final = re.compile(r"[A-Za-z0-9_*-][A-Za-z0-9._*-]*")
+"""A pattern that the name of some bucket matches."""
+
+
+def new_grant_arguments(command: Callable[..., None]) -> Callable[..., None]:
+    """As `grant_arguments`, and refuses a pattern that no bucket's name can match."""
+
+    @wraps(command)
+    def with_matching_grants(grants: tuple[Grant, ...], **arguments: Any) -> None:
+        pattern = grants[0].pattern
+        if not _MATCHING_PATTERN.fullmatch(pattern):
+            raise click.UsageError(
+                f"no bucket's name matches {pattern!r}: names have letters, digits, dots, "
+                "underscores and hyphens, and do not begin with a dot; * is the only wildcard"
+            )
+        command(grants=grants, **arguments)
+
+    return grant_arguments(with_matching_grants)
 
 
 def grant_arguments(command: Callable[..., None]) -> Callable[..., None]:

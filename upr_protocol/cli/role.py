@@ -12,6 +12,7 @@ from upr_protocol.cli.grants import (
     describe_grants,
     grant_arguments,
     grant_fields,
+    new_grant_arguments,
     role_argument,
 )
 from upr_protocol.cli.output import print_line, print_table
@@ -46,7 +47,7 @@ def add(target: Address, name: str) -> None:
 @role.command(cls=TargetCommand, epilog=RIGHTS_HELP)
 @server_argument
 @role_argument
-@grant_arguments
+@new_grant_arguments
 def grant(target: Address, name: str, grants: tuple[Grant, ...]) -> None:
     r"""Grant rights to all who have a role.
 

@@ -16,6 +16,7 @@ from upr_protocol.cli.grants import (
     describe_grants,
     grant_arguments,
     grant_fields,
+    new_grant_arguments,
     parse_name,
     user_argument,
 )
@@ -109,7 +110,7 @@ def password(target: Address, name: str, new_password_file: str | None) -> None:
 @user.command(cls=TargetCommand, epilog=RIGHTS_HELP)
 @server_argument
 @user_argument
-@grant_arguments
+@new_grant_arguments
 def grant(target: Address, name: str, grants: tuple[Grant, ...]) -> None:
     r"""Grant rights to a user.
 
