@@ -307,22 +307,6 @@ class StepCounter:
         return iter(())
 
 
-async def test_a_bucket_that_is_short_of_memory_is_committed_at_once(
-    autojump_clock: trio.testing.MockClock,
-) -> None:
-    async with serving(SimulatedStore(), 1) as server:
-        bucket = server.catalog.bucket(BUCKET)
-        persistence = bucket.partitions[0].manager.persistence
-        put(bucket.partitions[0], b"k")
-        bucket.memory_policy.limit_bytes = 1
-        async with trio.open_nursery() as nursery:
-            nursery.start_soon(server.upkeep.run_freeing)
-            server.upkeep.request_relief(bucket)
-            await trio.sleep(flusher.FLUSH_INTERVAL_S / 2)
-            assert persistence.committed_seq == 1
-            nursery.cancel_scope.cancel()
-
-
 async def test_a_bucket_can_be_deleted_while_its_memory_is_freed(
     autojump_clock: trio.testing.MockClock,
 ) -> None:
@@ -478,7 +462,7 @@ async def test_items_that_expire_together_stay_within_the_quota(
                 while partition.item_count:
                     await trio.sleep(0.05)
                     peak = max(peak, bucket.memory.total)
-        assert quota_bytes / 4 < peak <= quota_bytes
+        assert quota_bytes / 2 < peak <= quota_bytes
         assert partition.high_seq == 2 * count
 
 

@@ -153,7 +153,6 @@ class Upkeep:
                 await trio.lowlevel.checkpoint()
             if relief is not MemoryAction.NOTHING and bucket in self._disks:
                 # The rest must go to disk before it can be freed.
-                self._disks[bucket].flusher.commit_soon()
                 self._disks[bucket].maintenance.wake()
 
     # Once a second: expiring items, and returning memory.

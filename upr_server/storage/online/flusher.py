@@ -38,9 +38,8 @@ from upr_server.storage.online.unsaved_answers import take_answers
 from upr_server.storage.partition_write import PartitionWrite
 from upr_server.storage.records import PartialRecord, PartitionRecord
 
-FLUSH_INTERVAL_S: Final = 0.25
-"""How long changes may stay in memory only if nobody waits for their durability, and memory is not
-short. In a longer time more of them are overwritten, and never written; a crash loses more."""
+FLUSH_INTERVAL_S: Final = 0.1
+"""How long changes may stay in memory only if nobody waits for their durability."""
 
 COMMIT_BYTES: Final = 8 * 1024 * 1024
 """A commit takes no further snapshot once it has so many bytes. So it stays within 100 ms on a
@@ -118,7 +117,6 @@ class Flusher:
         self._waiters = 0
         self._commit_made = Notifier()
         self._is_stopping = False
-        self._is_memory_short = False
         self._commits_under_way: dict[trio.Event, None] = {}
         self._commits = self._committed_bytes = self._committed_mutations = 0
         self._last_commit_s = self._longest_commit_s = 0.0
@@ -235,23 +233,12 @@ class Flusher:
         self._wakeup.notify()
         self.index_lag.check_again()
 
-    def commit_soon(self) -> None:
-        """Memory is short, and what is only there cannot be freed: the next commit does not wait
-        for more changes."""
-        self._is_memory_short = True
-        self._wakeup.notify()
-
     async def _linger(self) -> None:
-        """Lets more changes gather, unless somebody waits for durability or for memory."""
+        """Lets more changes gather, unless somebody waits for durability."""
         with trio.move_on_at(self._dirty_since + FLUSH_INTERVAL_S):
             await self._wakeup.wait_until(
-                lambda: (
-                    bool(self._callbacks or self._waiters)
-                    or self._is_memory_short
-                    or self._is_stopping
-                )
+                lambda: bool(self._callbacks or self._waiters) or self._is_stopping
             )
-        self._is_memory_short = False
 
     async def _collect_group(self) -> list[PartitionWrite]:
         """Collects the next group commit: the whole snapshots that partitions have now, until they
