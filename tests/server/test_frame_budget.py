@@ -242,6 +242,20 @@ async def test_connections_above_their_share_wait_and_the_first_continues(
     assert continued[2:] == ["second"]
 
 
+async def test_time_in_which_a_frame_waits_for_memory_does_not_count(
+    autojump_clock: MockClock, nursery: trio.Nursery
+) -> None:
+    frames = _Frames(100)
+    first = frames.begin("first", 70, trio.current_time())
+    second = frames.begin("second", 60, trio.current_time())
+    nursery.start_soon(second.wait_for_turn)
+    await trio.sleep(100)
+    assert second.lag_s(trio.current_time()) == 0.0
+    first.release()
+    await trio.sleep(1)
+    assert second.lag_s(trio.current_time()) == 1.0
+
+
 async def test_a_frame_that_waits_does_not_wake_whenever_another_grows(
     nursery: trio.Nursery, monkeypatch: pytest.MonkeyPatch
 ) -> None:
