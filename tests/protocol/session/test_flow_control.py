@@ -130,6 +130,7 @@ def test_a_window_that_is_just_used_up_is_closed() -> None:
     pair.server.window.remaining_bytes = HEADER_BYTES + chunk(3, 9, 0, 1).chunk.nbytes
     pair.server.send(chunk(3, 9, 0, 1))
     assert pair.server.window.remaining_bytes == 0
+    assert not pair.server.window.is_open
     with pytest.raises(LocalProtocolError):
         pair.server.send(chunk(3, 9, 1, 2))
 
@@ -231,6 +232,7 @@ def test_new_credit_is_first_used_for_what_exceeded_the_old() -> None:
     pair.client_sends(first)
     pair.server_sends(Credit(len(encoded(first)) - 1))
     assert pair.client.credit.remaining_bytes == 0
+    assert not pair.client.credit.is_open
     with pytest.raises(LocalProtocolError):
         pair.client.send(mutate(3, 2))
     pair.server_sends(Credit(1))
