@@ -13,7 +13,7 @@ import trio.testing
 
 from tests.server.test_bucket_disk import batch
 from upr_protocol.chunk import Chunk, Mutation
-from upr_protocol.client import connect
+from upr_protocol.client import connect, consume
 from upr_protocol.errors import ServerError, Status
 from upr_protocol.ids import Operation, PartitionState
 from upr_protocol.partition_map import PartitionMap
@@ -237,6 +237,22 @@ async def test_expired_items_of_a_pending_partition_cost_no_processor_time(
         ahead_s = -time.time()
         assert not scope.cancelled_caught
         assert partition.next_expiry() is not None
+
+
+async def test_a_refusal_says_what_a_pending_partition_waits_for() -> None:
+    """Its user has no map to reload, and an operator may have to do something."""
+    config = ServerConfig(listen="127.0.0.1:0", buckets=(BucketConfig("b", 1),))
+    async with running_server(config, SimulatedStore()) as server:
+        bucket = server.catalog.buckets.get("b")
+        assert bucket is not None
+        (partition,) = bucket.partitions
+        partition.change_state(PartitionState.PENDING, partition.failover_log)
+        async with connect(server.url("b")) as client:
+            with pytest.raises(ServerError, match=r"pending here, not active; .*`upr failover`"):
+                await client.set("k", "v")
+        async with consume(server.url("b"), retry_timeout_s=0.0) as consumer:
+            with pytest.raises(ServerError, match=r"pending here; .*`upr failover`"):
+                await anext(consumer)
 
 
 class StepCounter(trio.abc.Instrument):

@@ -28,6 +28,7 @@ from upr_server.net.refused_task_runs import RefusedTaskRuns
 from upr_server.net.replies import ReplyOrder
 from upr_server.net.report_wait import ReportWait
 from upr_server.net.resources import ServerResources
+from upr_server.net.state_text import state_text
 from upr_server.net.streamer import Streamer, streams_in_steps
 from upr_server.storage.errors import StorageError
 from upr_server.storage.online.bucket_disk import BucketDisk
@@ -403,7 +404,7 @@ def not_active_error(partition: Partition) -> ServerError:
         return damaged_error(partition)
     return ServerError(
         Status.NOT_MY_PARTITION,
-        f"partition {partition.id} is {partition.state.name.lower()} here, not active",
+        f"partition {partition.id} {state_text(partition, 'active')}",
     )
 
 

@@ -23,6 +23,7 @@ from upr_protocol.wire import (
     StreamReply,
 )
 from upr_server.engine import CursorItem, Partition, SnapshotEndItem, SnapshotStartItem
+from upr_server.net.state_text import state_text
 from upr_server.storage.online.backfill import WAIT_FOR_DISK, ReaderWait, StreamBrokenError
 from upr_server.storage.online.bucket_disk import BucketDisk
 from upr_server.storage.online.leased_reader import LeasedReader
@@ -144,7 +145,7 @@ def _decide(disk: BucketDisk, partition: Partition, request: Stream) -> Start | 
         is_dead = partition.state is PartitionState.DEAD
         return _StreamRefusal(
             Status.NOT_MY_PARTITION if is_dead else Status.WRONG_STATE,
-            f"the partition is {partition.state.name.lower()} here",
+            f"the partition {state_text(partition)}",
         )
     if not partition.failover_log.entries:
         return _StreamRefusal(Status.SEQ_TOO_HIGH, "this replica has not heard of its active yet")
