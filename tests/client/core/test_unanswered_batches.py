@@ -241,12 +241,17 @@ class Machine(RuleBasedStateMachine):
 
     @invariant()
     def counts_agree(self) -> None:
-        unanswered = [b for batches in self.added.values() for b in batches if b.result is None]
-        assert self.batches.totals.count == len(unanswered)
+        added = [batch for batches in self.added.values() for batch in batches]
+        answered = [batch for batch in added if batch.result is not None]
+        unanswered = [batch for batch in added if batch.result is None]
+        totals = self.batches.totals
+        assert totals.answered_count == len(answered)
+        assert totals.answered_mutations == sum(batch.chunk.count for batch in answered)
+        assert totals.count == len(unanswered)
         placed = self.node.count + self.batches.unplaced_batches.count
         assert placed == len(unanswered)
-        assert self.batches.totals.nbytes == sum(batch.nbytes for batch in unanswered)
-        assert self.batches.is_full == (self.batches.totals.nbytes >= 4000)
+        assert totals.nbytes == sum(batch.nbytes for batch in unanswered)
+        assert self.batches.is_full == (totals.nbytes >= 4000)
 
     @invariant()
     def few_are_in_flight(self) -> None:

@@ -13,6 +13,8 @@ class BatchTotals:
     Attributes:
         count: How many batches were added and have no final answer.
         nbytes: Their memory, roughly.
+        answered_count: How many batches have had their final answer.
+        answered_mutations: How many operations these had.
         resent_count: How often a batch was sent that had been sent before.
         period: The number of the period that is under way; see `end_period`.
     """
@@ -20,6 +22,8 @@ class BatchTotals:
     def __init__(self) -> None:
         self.count = 0
         self.nbytes = 0
+        self.answered_count = 0
+        self.answered_mutations = 0
         self.resent_count = 0
         self.period = 0
         self._period_counts: dict[int, int] = {}
@@ -43,11 +47,13 @@ class BatchTotals:
         O(1)."""
         return next(iter(self._period_counts), self.period) > period
 
-    def remove_answered(self, batches: Sequence[Batch], nbytes: int) -> None:
-        """Counts out batches that have their final answer, and so many bytes of memory; calls what
-        waits for their answers."""
+    def remove_answered(self, batches: Sequence[Batch], mutations: int, nbytes: int) -> None:
+        """Counts out batches that have their final answer, with so many operations and bytes of
+        memory; calls what waits for their answers."""
         self.count -= len(batches)
         self.nbytes -= nbytes
+        self.answered_count += len(batches)
+        self.answered_mutations += mutations
         counts = self._period_counts
         for batch in batches:
             counts[batch.period] -= 1

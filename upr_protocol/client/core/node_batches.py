@@ -366,7 +366,8 @@ class NodeBatches:
             queue.in_flight -= 1
             if status is STATUS_OK:
                 batch.result = result
-                queue.backoff.reset()
+                if queue.backoff.failures:
+                    queue.backoff.reset()
                 is_final = True
             else:
                 batch.sentence = sentence
@@ -379,10 +380,10 @@ class NodeBatches:
             elif queue.waiting_batches:
                 sendable[queue] = None
         self.count -= len(finished_batches)
-        nbytes = bundle.nbytes
-        if len(finished_batches) < len(batches):
-            nbytes = sum(batch.nbytes for batch in finished_batches)
-        self._totals.remove_answered(finished_batches, nbytes)
+        if len(finished_batches) == len(batches):
+            self._totals.remove_answered(finished_batches, bundle.row_count, bundle.nbytes)
+        else:
+            self._remove_answered(finished_batches)
         return finished_batches
 
     def _note_refused(
@@ -427,8 +428,12 @@ class NodeBatches:
             queue.waiting_batches.clear()
         self._refused_queues.clear()
         self.count -= len(batches)
-        self._totals.remove_answered(batches, sum(batch.nbytes for batch in batches))
+        self._remove_answered(batches)
         return batches
+
+    def _remove_answered(self, batches: Sequence[Batch]) -> None:
+        mutations = sum(batch.chunk.count for batch in batches)
+        self._totals.remove_answered(batches, mutations, sum(batch.nbytes for batch in batches))
 
     def _may_retry(self, queue: PartitionBatches, batch: Batch, status: Status, now: float) -> bool:
         if batch.refused_at is None:

@@ -106,12 +106,10 @@ class Publisher:
         self._on_failure = on_failure
         self._batcher: Batcher | None = None
         self._batch_begun = Notifier()
-        self._batches = 0
-        self._mutations = 0
         self._failed = 0
         self._rows_before_checkpoint = BUNDLE_MUTATIONS
         self._bytes_before_checkpoint = BUNDLE_BYTES
-        nodes.on_done = self._count
+        nodes.on_done = self._note_failures
 
     # Adding changes.
 
@@ -336,17 +334,12 @@ class Publisher:
 
     # Internal.
 
-    def _count(self, batches: Sequence[Batch]) -> None:
-        self._batches += len(batches)
-        mutations = 0
+    def _note_failures(self, batches: Sequence[Batch]) -> None:
+        # Nearly always nothing has failed.
         for batch in batches:
-            mutations += batch.chunk.count
-            result = batch.result
-            # Nearly always nothing has failed.
-            if result is None or result.failures:
+            if batch.result is None or batch.result.failures:
                 for failure in batch.failures():
                     self._note_failure(failure)
-        self._mutations += mutations
 
     def _note_failure(self, failure: Failure) -> None:
         self._failed += 1
@@ -408,8 +401,8 @@ class Publisher:
         """The publisher's figures."""
         totals = self._unanswered.totals
         return PublisherStatistics(
-            self._batches,
-            self._mutations,
+            totals.answered_count,
+            totals.answered_mutations,
             self._failed,
             totals.resent_count,
             totals.count,
