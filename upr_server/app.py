@@ -97,7 +97,11 @@ class Server:
         )
         self.users = UserStore(store)
         self.partition_maps = PartitionMaps(
-            self, config.node or identity, system, config.undo_mutations
+            self,
+            config.node or identity,
+            system,
+            config.undo_mutations,
+            [bucket.name for bucket in config.buckets],
         )
         self.events = bus
         self.connections = ConnectionServer(

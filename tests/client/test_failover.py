@@ -30,6 +30,7 @@ from upr_protocol.client.operator import (
     remove_replicas,
     take_over,
 )
+from upr_protocol.errors import ServerError
 from upr_protocol.ids import Durability, PartitionId, PartitionState
 from upr_server.replication import copy_completion
 from upr_server.replication.bucket_replicators import BucketReplicators
@@ -452,6 +453,45 @@ async def test_a_replica_with_an_old_map_that_rolled_back_to_0_is_not_chosen_bef
         await group.until(lambda: not is_incomplete(group, "c"))
         assert highs(group, "c") == highs(group, "a")
         assert await group.get("a", "key 7") == "v"
+
+
+@pytest.mark.parametrize("has_changes", [True, False])
+async def test_an_old_copy_does_not_replace_a_bucket_that_was_created_anew(
+    monkeypatch: pytest.MonkeyPatch, has_changes: bool
+) -> None:
+    """`a` was away while the bucket was deleted at `b`, and created again by a command. It finds a
+    node without the map that it has, as if the node's disk was lost."""
+    adopt_map_from = PartitionMaps.adopt_map_from
+    refusals: list[ServerError] = []
+
+    async def noted_adoption(maps: PartitionMaps, *arguments: Any) -> Any:
+        try:
+            return await adopt_map_from(maps, *arguments)
+        except ServerError as error:
+            refusals.append(error)
+            raise
+
+    monkeypatch.setattr(PartitionMaps, "adopt_map_from", noted_adoption)
+    async with running_servers("ab") as group:
+        await filled(group)
+        await take_over(group.operator("b"), all_of="a", to="b")
+        await group.stop("a")
+        async with connect(group.servers["b"].url()) as client:
+            await client.delete_bucket(BUCKET)
+            await client.create_bucket(BUCKET, PARTITIONS)
+        async with connect(group.servers["b"].url(BUCKET), follow_map=False) as client:
+            if has_changes:
+                await client.set("new", "v", durability=Durability.PERSISTED)
+        await group.start("a")
+        await group.until(lambda: bool(refusals))
+        assert "is another one than that of node b, which was created anew" in refusals[0].sentence
+        assert group.servers["b"].partition_maps.map_of(BUCKET) is None
+        assert group.states("b") == ACTIVE
+        assert await group.get("b", "new") == ("v" if has_changes else None)
+        assert await group.get("b", "key 7") is None
+        async with connect(group.servers["a"].url()) as client:
+            await client.delete_bucket(BUCKET)
+        assert BUCKET not in group.servers["a"].catalog.buckets
 
 
 async def test_of_two_failovers_that_reach_different_nodes_each_names_the_other_nodes(

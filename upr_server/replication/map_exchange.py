@@ -191,6 +191,8 @@ class MapExchange:
         try:
             await self._tell_own_map(name, host_port, own_map)
         except UprError as error:
+            if isinstance(error, ServerError) and error.status is Status.BAD_ARGUMENT:
+                self._warn_once(f"node {name} does not take the map of {own_map.bucket!r}: {error}")
             self._log_error(name, host_port, error)
         finally:
             self._being_told[host_port].discard(own_map.bucket)
@@ -198,17 +200,18 @@ class MapExchange:
     async def _tell_own_map(self, name: str, host_port: str, own_map: PartitionMap) -> None:
         """Sends a node the map that it has lost with its disk. Until then the node holds the
         bucket alone, created again, and accepts writes that no other node will ever have."""
-        log.warning(
-            "a node has no partition map, as if its disk was lost; telling it the map",
-            bucket=own_map.bucket,
-            node=name,
+        warning = (
+            f"node {name} has no partition map of {own_map.bucket!r}, as if its disk was lost; "
+            "telling it the map"
         )
+        self._warn_once(warning)
         node = NodeClient(
             self._address(host_port, own_map.bucket),
             identity=self._identity,
             dial=self._partition_maps.system.dial,
         )
         await node.join(own_map.nodes[self._partition_maps.node])
+        self._logged.discard(warning)
 
     def _warn_once(self, sentence: str) -> None:
         if sentence not in self._logged:

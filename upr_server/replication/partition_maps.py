@@ -3,7 +3,7 @@ about it."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Final
 
 import trio
@@ -27,6 +27,10 @@ UNDO_MUTATIONS: Final = 64 * 1024
 each takes some 150 bytes of memory for that time."""
 
 
+PARTITIONS_STEP: Final = 64
+"""Partitions whose histories are compared with another node's before other tasks run."""
+
+
 class PartitionMaps:
     """What this node is for the buckets whose partitions a map places on nodes.
 
@@ -35,6 +39,7 @@ class PartitionMaps:
         node: This node's name.
         system: How other nodes are reached, and where history IDs come from.
         undo_mutations: How many of a bucket's newest mutations can be undone, about.
+        configured_buckets: The buckets that the configuration makes when they are missing.
 
     Attributes:
         node: This node's name.
@@ -47,9 +52,11 @@ class PartitionMaps:
         node: str,
         system: System,
         undo_mutations: int = UNDO_MUTATIONS,
+        configured_buckets: Collection[str] = (),
     ) -> None:
         self.node = node
         self.system = system
+        self._configured_buckets = frozenset(configured_buckets)
         self._server = server
         self._undo_mutations = undo_mutations
         self._buckets: dict[str, ClusteredBucket] = {}
@@ -276,8 +283,8 @@ class PartitionMaps:
         """Asks another node for a bucket's map, and applies it.
 
         Raises:
-            ServerError: `BAD_ARGUMENT` when that node does not answer, or has no map; and what
-                `set_map` raises.
+            ServerError: `BAD_ARGUMENT` when that node does not answer, has no map, or has another
+                bucket of this name; and what `set_map` raises.
         """
         try:
             node = NodeClient(
@@ -285,18 +292,43 @@ class PartitionMaps:
                 identity=f"node:{self.node}",
                 dial=self.system.dial,
             )
-            their_map = (await node.status()).map
+            status = await node.status_with_partitions()
         except UprError as error:
             raise ServerError(
                 Status.BAD_ARGUMENT, f"cannot get the map from {address}: {error}"
             ) from error
-        if their_map is None:
+        if status.map is None:
             raise ServerError(Status.BAD_ARGUMENT, f"{address} has no map of {bucket!r}")
-        await self.adopt_map(their_map)
+        if await self._is_another_bucket(bucket, status.partitions):
+            raise ServerError(
+                Status.BAD_ARGUMENT,
+                f"the bucket {bucket!r} at {address} is another one than that of node {self.node}, "
+                "which was created anew: delete one of them",
+            )
+        await self.adopt_map(status.map)
         partition_map = self.map_of(bucket)
         if partition_map is None:
             raise ServerError(Status.NO_BUCKET, "the bucket was deleted")
         return partition_map
+
+    async def _is_another_bucket(self, bucket: str, partitions: Iterable[PartitionInfo]) -> bool:
+        """Whether this node has a bucket of its own that shares no history with another node's
+        `partitions`, and that a command has made: under their map it would give up what it has
+        accepted. The configuration makes a bucket again that was lost with the disk, and that is
+        the same one."""
+        disk = self._server.disk_of(bucket)
+        if disk is None or bucket in self._configured_buckets or self.map_of(bucket) is not None:
+            return False
+        histories = {entry.history_id for info in partitions if info.is_held for entry in info.log}
+        for count, partition in enumerate(disk.bucket.partitions):
+            if any(entry.history_id in histories for entry in partition.failover_log):
+                return False
+            if count % PARTITIONS_STEP == 0:
+                await trio.lowlevel.checkpoint()
+        # It was made for a map that could not be applied.
+        return any(
+            partition.state is not PartitionState.DEAD for partition in disk.bucket.partitions
+        )
 
     async def adopt_map(self, their_map: PartitionMap, *, replaces_only: bool = False) -> bool:
         """Applies another node's map, if it is newer than the one that holds here.
