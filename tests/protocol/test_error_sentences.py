@@ -46,8 +46,9 @@ SAYING: Final = frozenset(
 WORDS_MIN: Final = 4
 """Fewer words are a label. A value that is filled in counts as a word."""
 
-OWN_WORDS: Final = frozenset({"_reason(error)", "error"})
-"""What stands for a sentence of its own: of `message._reason`, or of another error of ours."""
+OWN_WORDS: Final = frozenset({"_reason(error)", "error", "state_text(partition, 'active')"})
+"""What has words of its own: those of `message._reason`, of another error of ours, or of
+`state_text`."""
 
 
 class Sentence(NamedTuple):
