@@ -192,7 +192,9 @@ class MapExchange:
             await self._tell_own_map(name, host_port, own_map)
         except UprError as error:
             if isinstance(error, ServerError) and error.status is Status.BAD_ARGUMENT:
-                self._warn_once(f"node {name} does not take the map of {own_map.bucket!r}: {error}")
+                self._warn_once(
+                    f"node {name} does not take the map of {own_map.bucket!r}: {error.sentence}"
+                )
             self._log_error(name, host_port, error)
         finally:
             self._being_told[host_port].discard(own_map.bucket)

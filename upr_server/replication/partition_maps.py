@@ -26,7 +26,6 @@ UNDO_MUTATIONS: Final = 64 * 1024
 100,000 a second, more than half a second of what a replica may have ahead of another. On an active
 each takes some 150 bytes of memory for that time."""
 
-
 PARTITIONS_STEP: Final = 64
 """Partitions whose histories are compared with another node's before other tasks run."""
 
@@ -319,16 +318,19 @@ class PartitionMaps:
         disk = self._server.disk_of(bucket)
         if disk is None or bucket in self._configured_buckets or self.map_of(bucket) is not None:
             return False
-        histories = {entry.history_id for info in partitions if info.is_held for entry in info.log}
-        for count, partition in enumerate(disk.bucket.partitions):
-            if any(entry.history_id in histories for entry in partition.failover_log):
-                return False
+        own_partitions = disk.bucket.partitions
+        if all(partition.state is PartitionState.DEAD for partition in own_partitions):
+            # It was made for a map that could not be applied then, and accepts nothing.
+            return False
+        for count, info in enumerate(partitions, 1):
+            if info.is_held and info.partition < len(own_partitions):
+                own_log = own_partitions[info.partition].failover_log
+                histories = {entry.history_id for entry in info.log}
+                if any(entry.history_id in histories for entry in own_log):
+                    return False
             if count % PARTITIONS_STEP == 0:
                 await trio.lowlevel.checkpoint()
-        # It was made for a map that could not be applied.
-        return any(
-            partition.state is not PartitionState.DEAD for partition in disk.bucket.partitions
-        )
+        return True
 
     async def adopt_map(self, their_map: PartitionMap, *, replaces_only: bool = False) -> bool:
         """Applies another node's map, if it is newer than the one that holds here.

@@ -41,11 +41,11 @@ class SourceStreams:
         self.trouble = ""
         self._partitions = partitions
         self._received_snapshots = received_snapshots
-        # That of each state, while there is one.
+        # By state the consumer that asks for its partitions now.
         self._current_consumers: dict[PartitionState, ReplicaConsumer] = {}
-        # By each partition whose stream was accepted.
+        # By partition the consumer whose stream of it was accepted last.
         self._consumers: dict[PartitionId, ReplicaConsumer] = {}
-        # In each a consumer runs.
+        # By state the scope in which its consumer runs.
         self._scopes: dict[PartitionState, trio.CancelScope] = {}
 
     def partitions_in(self, state: PartitionState) -> list[PartitionId]:

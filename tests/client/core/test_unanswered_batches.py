@@ -17,8 +17,8 @@ from tests.kit.reference_cycles import no_collections
 from upr_protocol.chunk import Chunk, CounterDelta, Mutation, chunk_of_plain_sets
 from upr_protocol.client.core.batcher import BUNDLE_MUTATIONS
 from upr_protocol.client.core.node_batches import (
-    BUNDLE_MUTATIONS_LIMIT,
     BUSY_NODE_ROWS,
+    JOINED_MUTATIONS_MAX,
     VERY_BUSY_NODE_ROWS,
 )
 from upr_protocol.client.core.partition_batches import Batch
@@ -95,7 +95,7 @@ class Machine(RuleBasedStateMachine):
     def check_bundle(self, message: Mutate) -> None:
         assert message.attempt == ATTEMPT
         bundle = message.bundle
-        assert len(bundle.runs) == 1 or len(bundle) <= BUNDLE_MUTATIONS_LIMIT
+        assert len(bundle.runs) == 1 or len(bundle) <= JOINED_MUTATIONS_MAX
         for index, run in enumerate(bundle.runs):
             chain = 0
             for batch in self.added[run.partition][: run.counter]:

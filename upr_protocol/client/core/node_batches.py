@@ -44,12 +44,12 @@ VERY_BUSY_NODE_ROWS: Final = 8 * BUNDLE_MUTATIONS
 """With so many unanswered operations, answers come whatever is sent, and each lets more partitions
 send. So only full bundles are sent: a bundle's own cost is that of a dozen runs."""
 
-BUNDLE_MUTATIONS_LIMIT: Final = 2 * BUNDLE_MUTATIONS
+JOINED_MUTATIONS_MAX: Final = 2 * BUNDLE_MUTATIONS
 """Operations of a bundle with several batches, at most. With two batches of 1,000 operations, an
 operation costs a server a tenth less than with one. With three it costs as much as with one,
 probably as their bytes leave the processor's cache before they are copied."""
 
-_BUNDLE_BYTES_LIMIT: Final = 2 * BUNDLE_BYTES
+_JOINED_BYTES_MAX: Final = 2 * BUNDLE_BYTES
 
 _MOSTLY_FULL_ROWS: Final = BUNDLE_MUTATIONS * 3 // 4
 _MOSTLY_FULL_BYTES: Final = BUNDLE_BYTES * 3 // 4
@@ -244,7 +244,7 @@ class NodeBatches:
         for queue in self._sendable_queues:
             chunk = queue.waiting_batches[0].chunk
             next_rows, next_bytes = rows + chunk.count, nbytes + chunk.nbytes
-            if queues and (next_rows > BUNDLE_MUTATIONS_LIMIT or next_bytes > _BUNDLE_BYTES_LIMIT):
+            if queues and (next_rows > JOINED_MUTATIONS_MAX or next_bytes > _JOINED_BYTES_MAX):
                 break
             rows, nbytes = next_rows, next_bytes
             queues.append(queue)

@@ -257,27 +257,27 @@ class _Failover:
                 self.check_copies(self.fenced_nodes)
             except NotDoneError as error:
                 await self._restore(str(error))
-            self._report_rivals(lacking_partitions, missing_replicas)
+            self._report_candidates(lacking_partitions, missing_replicas)
             return
         if lacking_partitions:
             await self._restore(self._too_few(lacking_partitions, missing_replicas))
-        self._report_rivals(*self._possible_rivals())
+        self._report_candidates(*self._other_candidates())
 
-    def _possible_rivals(self) -> tuple[list[int], list[str]]:
+    def _other_candidates(self) -> tuple[list[int], list[str]]:
         """The partitions of which enough acknowledging replicas are not fenced for another failover
         like this one, and these replicas."""
         partitions: list[int] = []
-        rivals: dict[str, None] = {}
+        candidates: dict[str, None] = {}
         for partition, assignment in self._change.assignments.items():
             replicas = acknowledging_replicas(assignment)
             unfenced_replicas = [name for name in replicas if name not in self.fenced_nodes]
             needed_count = max(1, fences_needed(assignment, self._acknowledged))
             if len(unfenced_replicas) >= needed_count:
                 partitions.append(partition)
-                rivals.update(dict.fromkeys(unfenced_replicas))
-        return partitions, list(rivals)
+                candidates.update(dict.fromkeys(unfenced_replicas))
+        return partitions, list(candidates)
 
-    def _report_rivals(self, partitions: list[int], replicas: list[str]) -> None:
+    def _report_candidates(self, partitions: list[int], replicas: list[str]) -> None:
         if partitions:
             self._report(
                 f"{', '.join(replicas)} may take writes, too, for {partitions_text(partitions)}, "
