@@ -177,36 +177,60 @@ class BucketMaintenance:
                 nothing has changed.
         """
         self._count_unleased(leases)
-        partition_behind = self._furthest_behind(urgent, keep_unindexed)
+        partition = self._furthest_behind(urgent, keep_unindexed)
         compaction = self._due_compaction()
-        broken_leases: Sequence[int] = ()
-        other_partitions: Sequence[int] = ()
-        damage = full_reason = ""
-        is_compaction = compaction is not None and (
-            partition_behind is None or self._compacts_next(urgent)
-        )
-        if partition_behind is not None and not is_compaction:
+        full_reason = ""
+        if partition is not None and (compaction is None or not self._compacts_next(urgent)):
             try:
-                other_partitions, damage = self._follow(partition_behind, keep_unindexed)
+                other_partitions, damage = self._follow(partition, keep_unindexed)
             except DiskFullError as error:
                 if compaction is None:
                     raise
-                # The index may have room only once this has made some.
-                full_reason, is_compaction = str(error) or "the disk is full", True
-        if compaction is not None and is_compaction:
-            partition = compaction.partition
-            try:
-                broken_leases, damage = self._compact(
-                    compaction, leases, lapsed_leases, purge_before_cas
+                # The index may have room only once the compaction has made some.
+                full_reason = str(error) or "the disk is full"
+            else:
+                return self._outcome(
+                    partition,
+                    damage,
+                    urgent,
+                    keep_unindexed,
+                    other_partitions=[self._index_progress(index) for index in other_partitions],
                 )
-            except CorruptionError as error:
-                self._compaction = None
-                damage = str(error)
-        elif partition_behind is not None:
-            partition = partition_behind
-        else:
+        if compaction is None:
             return MaintenanceStep()
+        broken_leases: Sequence[int] = ()
+        try:
+            broken_leases, damage = self._compact(
+                compaction, leases, lapsed_leases, purge_before_cas
+            )
+        except CorruptionError as error:
+            self._compaction = None
+            damage = str(error)
+        return self._outcome(
+            compaction.partition,
+            damage,
+            urgent,
+            keep_unindexed,
+            is_compaction=True,
+            broken_leases=broken_leases,
+            full_reason=full_reason,
+        )
+
+    def _outcome(
+        self,
+        partition: int,
+        damage: str,
+        urgent: bool,
+        keep_unindexed: int,
+        *,
+        is_compaction: bool = False,
+        broken_leases: Sequence[int] = (),
+        other_partitions: Sequence[IndexProgress] = (),
+        full_reason: str = "",
+    ) -> MaintenanceStep:
+        """What a step did that worked on `partition`. Notes the damage that it met there."""
         usage = self._partitions[partition]
+        # Before looking for more to do: a damaged partition is not compacted.
         if damage and not usage.damage:
             usage.damage = damage
         return MaintenanceStep(
@@ -220,7 +244,7 @@ class BucketMaintenance:
             broken_leases,
             damage,
             usage.is_stuck,
-            [self._index_progress(index) for index in other_partitions],
+            other_partitions,
             full_reason,
         )
 
