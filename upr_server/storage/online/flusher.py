@@ -79,6 +79,23 @@ OnPersisted = Callable[[bool], None]
 """Called with True once a sequence number is on disk, or with False if that cannot be promised."""
 
 
+class _Turn:
+    """What this task has done since others had their turn.
+
+    Attributes:
+        nbytes: The bytes that it has encoded, and other work in the same unit.
+    """
+
+    def __init__(self) -> None:
+        self.nbytes = 0
+
+    async def end_if_long(self) -> None:
+        """Lets others have their turn after more than `STEP_BYTES`."""
+        if self.nbytes > STEP_BYTES:
+            self.nbytes = 0
+            await trio.lowlevel.checkpoint()
+
+
 class Flusher:
     """Writes one bucket's changes to disk.
 
@@ -126,11 +143,11 @@ class Flusher:
         for partition in bucket.partitions:
             partition.repeated_batches.answers.track_unsaved()
             cursor = partition.manager.persistence
-            cursor.subscribe(partial(self._is_dirty, partition.id))
+            cursor.subscribe(partial(self._mark_dirty, partition.id))
             if cursor.poll():
-                self._is_dirty(partition.id)
+                self._mark_dirty(partition.id)
 
-    def _is_dirty(self, partition: PartitionId) -> None:
+    def _mark_dirty(self, partition: PartitionId) -> None:
         if self._bucket.partitions[partition].damage:
             return
         if not self._dirty_partitions:
@@ -245,46 +262,22 @@ class Flusher:
         fill it."""
         writes: list[PartitionWrite] = []
         dirty_since, self._dirty_since = self._dirty_since, trio.current_time()
-        total_bytes = bytes_since_checkpoint = 0
+        total_bytes, turn = 0, _Turn()
         found_no_room = False
         partition_ids = list(self._dirty_partitions)
         for partition_id in partition_ids:
             partition = self._bucket.partitions[partition_id]
             high_seq = partition.high_seq
-            chunks: list[Chunk] = []
-            ends: list[SeqNo] = []
-            for item, joined_count in self._snapshots(partition, total_bytes):
-                if isinstance(item, SnapshotEndItem):
-                    ends.append(item.end)
-                    continue
-                chunks.append(item)
-                # The disk needs its checksum. To compute those of all in one step, when they are
-                # sent, takes 7 ms for 63 MiB; the chunk keeps it.
-                _ = item.crc
-                total_bytes += item.nbytes
-                bytes_since_checkpoint += item.nbytes + SNAPSHOT_BYTES * (1 + joined_count)
-                if bytes_since_checkpoint > STEP_BYTES:
-                    bytes_since_checkpoint = 0
-                    await trio.lowlevel.checkpoint()
+            chunks, ends = await self._collect_partition(partition, total_bytes, turn)
             if chunks:
+                total_bytes += sum(chunk.nbytes for chunk in chunks)
                 writes.append(await self._write(partition, chunks, ends))
-                bytes_since_checkpoint += min(writes[-1].answer_bytes, STEP_BYTES)
+                turn.nbytes += min(writes[-1].answer_bytes, STEP_BYTES)
             else:
                 # It waits for others. Its own snapshot, a large one, may have been closed just now.
-                bytes_since_checkpoint += STEP_BYTES // STEP_WAITING
-                if bytes_since_checkpoint > STEP_BYTES:
-                    bytes_since_checkpoint = 0
-                    await trio.lowlevel.checkpoint()
-            cursor = partition.manager.persistence
-            del self._dirty_partitions[partition_id]
-            if cursor.poll():
-                # More has come meanwhile. It goes to the end: partitions take turns.
-                self._dirty_partitions[partition_id] = None
-            if cursor.is_reading:
-                self._unfinished_partitions[partition_id] = None
-            else:
-                self._unfinished_partitions.pop(partition_id, None)
-            found_no_room = found_no_room or cursor.seq < high_seq or cursor.is_reading
+                turn.nbytes += STEP_BYTES // STEP_WAITING
+                await turn.end_if_long()
+            found_no_room = self._note_collected(partition, high_seq) or found_no_room
             if total_bytes >= COMMIT_BYTES:
                 found_no_room = found_no_room or partition_id != partition_ids[-1]
                 break
@@ -292,6 +285,39 @@ class Flusher:
             # What found no room has waited already, and waits no longer.
             self._dirty_since = dirty_since
         return writes
+
+    async def _collect_partition(
+        self, partition: Partition, commit_bytes: int, turn: _Turn
+    ) -> tuple[list[Chunk], list[SeqNo]]:
+        """The chunks and the snapshots' ends of a partition that go into a commit, which has
+        `commit_bytes` already."""
+        chunks: list[Chunk] = []
+        ends: list[SeqNo] = []
+        for item, joined_count in self._snapshots(partition, commit_bytes):
+            if isinstance(item, SnapshotEndItem):
+                ends.append(item.end)
+                continue
+            chunks.append(item)
+            # The disk needs its checksum. To compute those of all in one step, when they are
+            # sent, takes 7 ms for 63 MiB; the chunk keeps it.
+            _ = item.crc
+            turn.nbytes += item.nbytes + SNAPSHOT_BYTES * (1 + joined_count)
+            await turn.end_if_long()
+        return chunks, ends
+
+    def _note_collected(self, partition: Partition, high_seq: SeqNo) -> bool:
+        """Takes a partition off the list, unless more has come meanwhile. Returns whether some of
+        what it had up to `high_seq` found no room in the commit."""
+        partition_id, cursor = partition.id, partition.manager.persistence
+        del self._dirty_partitions[partition_id]
+        if cursor.poll():
+            # It goes to the end: partitions take turns.
+            self._dirty_partitions[partition_id] = None
+        if cursor.is_reading:
+            self._unfinished_partitions[partition_id] = None
+        else:
+            self._unfinished_partitions.pop(partition_id, None)
+        return cursor.seq < high_seq or cursor.is_reading
 
     def _snapshots(
         self, partition: Partition, nbytes: int
@@ -303,7 +329,7 @@ class Flusher:
         cursor = partition.manager.persistence
         high_seq = partition.high_seq
         # To the end of the snapshot that holds `high_seq`. That may be higher: at a checkpoint of
-        # `_collect_group` others may write more, and close the snapshot.
+        # `_collect_partition` others may write more, and close the snapshot.
         while cursor.seq < high_seq or cursor.is_reading:
             joined_count = partition.manager.join_unwritten()
             snapshot = cursor.next_whole_snapshot()
