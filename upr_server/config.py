@@ -29,6 +29,7 @@ from upr_server.runtime import (
     is_loopback,
     load_settings,
     parse_listen,
+    refuse_without,
 )
 from upr_server.storage.directory import default_data_dir
 
@@ -198,13 +199,25 @@ class ServerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             ConfigError: A setting is invalid; the message says which, and what it should be.
         """
         self.address()
+        self._check_names()
+        certificate_files(self)
+        refuse_without(
+            "tls_certificate",
+            self.tls_certificate,
+            tls_ca=self.tls_ca,
+            tls_version_min=self.tls_version_min != "1.3",
+        )
+        self._check_node_user()
+        self._check_buckets()
+
+    def _check_names(self) -> None:
         try:
             identity = self.identity.encode()
         except UnicodeEncodeError as error:
             raise ConfigError(f"identity must be UTF-8, not {self.identity!r}") from error
         if len(identity) > IDENTITY_BYTES_MAX:
             raise ConfigError(
-                f"identity must be at most {IDENTITY_BYTES_MAX} bytes, not {len(identity)}"
+                f"identity must be at most {IDENTITY_BYTES_MAX} bytes of UTF-8, not {len(identity)}"
             )
         if not self.identity.isprintable():
             raise ConfigError(
@@ -216,21 +229,14 @@ class ServerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
                 "node must be 1 to 100 letters, digits, dots, underscores or hyphens, not "
                 f"{self.node!r}"
             )
-        certificate_files(self)
-        for setting, is_set in (
-            ("tls_ca", self.tls_ca),
-            ("tls_version_min", self.tls_version_min != "1.3"),
-        ):
-            if is_set and not self.tls_certificate:
-                raise ConfigError(f"{setting} has no use without tls_certificate")
-        self._check_node_user()
+
+    def _check_buckets(self) -> None:
         names = [bucket.name for bucket in self.buckets]
-        for name in names:
-            if names.count(name) > 1:
-                raise ConfigError(
-                    f"bucket {name!r} is listed twice; give each bucket a name of its own"
-                )
         for bucket in self.buckets:
+            if names.count(bucket.name) > 1:
+                raise ConfigError(
+                    f"bucket {bucket.name!r} is listed twice; give each bucket a name of its own"
+                )
             try:
                 check_bucket(bucket.name, bucket.partitions, bucket.quota_bytes or self.quota_bytes)
             except BucketError as error:

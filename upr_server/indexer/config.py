@@ -33,6 +33,7 @@ from upr_server.runtime import (
     is_loopback,
     load_settings,
     parse_listen,
+    refuse_without,
 )
 
 ENVIRONMENT_PREFIX: Final = "UPR_INDEXER_"
@@ -196,8 +197,15 @@ class IndexerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         folder = Path(self.data_dir) if self.data_dir else _default_data_dir(address.bucket)
         pool_bytes = self.pool_bytes or int(POOL_SHARE * _memory_bytes())
         membership = membership_of(self, address) if self.nodes else None
-        if membership is None:
-            self._check_alone()
+        refuse_without(
+            "nodes",
+            self.nodes,
+            node=self.node,
+            slices=self.slices,
+            replicas=self.replicas,
+            links_max=self.links_max,
+            tls_ca=self.tls_ca,
+        )
         workers = self.workers or _default_workers(pool_bytes)
         slice_count = workers if membership is None else len(membership.kept_slices)
         # With several workers this process has none of the indexes, but merges answers.
@@ -217,17 +225,6 @@ class IndexerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             slices=workers if membership is None else membership.node_map.slices,
             membership=membership,
         )
-
-    def _check_alone(self) -> None:
-        for setting, value in (
-            ("node", self.node),
-            ("slices", self.slices),
-            ("replicas", self.replicas),
-            ("links_max", self.links_max),
-            ("tls_ca", self.tls_ca),
-        ):
-            if value:
-                raise ConfigError(f"{setting} has no use without nodes")
 
 
 def _default_data_dir(bucket: str) -> Path:

@@ -26,7 +26,7 @@ from upr_server.runtime.listeners import (
 from upr_server.runtime.logging import set_up_logging
 from upr_server.runtime.memory_return import HeapTrimmer, keep_heap_small, sums_in_steps
 from upr_server.runtime.open_files import file_limit, raise_file_limit
-from upr_server.runtime.settings import ConfigError, load_settings
+from upr_server.runtime.settings import ConfigError, load_settings, refuse_without
 from upr_server.runtime.signals import run_until_signal
 from upr_server.runtime.system import System
 from upr_server.runtime.time_slice import SHORT_SLICE_S, in_background, set_time_slice
@@ -64,6 +64,7 @@ __all__ = [
     "open_listeners",
     "parse_listen",
     "raise_file_limit",
+    "refuse_without",
     "run_until_signal",
     "set_time_slice",
     "set_up_logging",

@@ -24,7 +24,7 @@ from upr_protocol.transport import (
     new_tls_scratch,
     server_context,
 )
-from upr_server.runtime.settings import ConfigError
+from upr_server.runtime.settings import refuse_without
 
 WATCH_S: Final = 2.0
 """How often the files are looked at."""
@@ -98,11 +98,17 @@ def certificate_files(config: TlsConfig) -> CertificateFiles | None:
     Raises:
         ConfigError: A setting has no use without another one.
     """
-    for setting, value in (("tls_key", config.tls_key), ("tls_client_ca", config.tls_client_ca)):
-        if value and not config.tls_certificate:
-            raise ConfigError(f"{setting} has no use without tls_certificate")
-    if config.tls_client_certificates == "optional" and not config.tls_client_ca:
-        raise ConfigError("tls_client_certificates has no use without tls_client_ca")
+    refuse_without(
+        "tls_certificate",
+        config.tls_certificate,
+        tls_key=config.tls_key,
+        tls_client_ca=config.tls_client_ca,
+    )
+    refuse_without(
+        "tls_client_ca",
+        config.tls_client_ca,
+        tls_client_certificates=config.tls_client_certificates == "optional",
+    )
     if not config.tls_certificate:
         return None
     return CertificateFiles(

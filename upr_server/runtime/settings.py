@@ -57,7 +57,8 @@ def load_settings(
         if variable.startswith(prefix) and name != "config" and name not in ignored:
             if name not in kind.__struct_fields__:
                 raise ConfigError(
-                    f"invalid configuration: the environment variable {variable} names no setting"
+                    f"invalid configuration: the environment variable {variable} names no setting; "
+                    "correct its name, or remove it"
                 )
             settings[name] = text
     settings |= {name: value for name, value in options.items() if value is not None}
@@ -66,6 +67,24 @@ def load_settings(
         return msgspec.convert(settings, kind, strict=False)
     except msgspec.ValidationError as error:
         raise ConfigError(f"invalid configuration: {error}{_advice(kind, str(error))}") from error
+
+
+def refuse_without(needed: str, value: object, **settings: object) -> None:
+    """Refuses settings that have no use without another one, if that is not set.
+
+    Args:
+        needed: The name of that one.
+        value: Its value; false if it is not set.
+        settings: The others, with their values.
+
+    Raises:
+        ConfigError: One of them is set, and `needed` is not.
+    """
+    for name, setting in settings.items():
+        if setting and not value:
+            raise ConfigError(
+                f"{name} has no use without {needed}: set {needed}, too, or leave out {name}"
+            )
 
 
 def _advice(kind: type[msgspec.Struct], sentence: str) -> str:
