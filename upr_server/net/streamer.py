@@ -119,25 +119,8 @@ class _StreamRefusal:
 
 def _decide(disk: BucketDisk, partition: Partition, request: Stream) -> Start | _StreamRefusal:
     """Where a stream starts, or why there is none."""
-    if request.state is PartitionState.DEAD:
-        return _StreamRefusal(
-            Status.BAD_ARGUMENT,
-            "a dead partition is not streamed; ask for an active one or a replica",
-        )
-    if request.state is PartitionState.PENDING and not request.with_answers:
-        return _StreamRefusal(
-            Status.BAD_ARGUMENT,
-            "a pending partition is streamed to replicas only; ask for an active one",
-        )
-    if request.key_prefix and request.with_answers:
-        return _StreamRefusal(
-            Status.BAD_ARGUMENT, "a replica streams all keys; leave out the key prefix"
-        )
-    if len(request.key_prefix) > KEY_BYTES_MAX:
-        return _StreamRefusal(
-            Status.BAD_ARGUMENT,
-            f"a key prefix has at most {KEY_BYTES_MAX} bytes, not {len(request.key_prefix)}",
-        )
+    if sentence := _wrong_argument(request):
+        return _StreamRefusal(Status.BAD_ARGUMENT, sentence)
     if partition.damage and not request.with_answers:
         # A replica asks again: it follows other partitions, too.
         return _StreamRefusal(Status.DAMAGED, f"its copy here is damaged: {partition.damage}")
@@ -157,6 +140,19 @@ def _decide(disk: BucketDisk, partition: Partition, request: Stream) -> Start | 
     if isinstance(decision, RollBack):
         return _StreamRefusal(Status.ROLLBACK, decision.reason.value, decision.ceiling)
     return _leased(disk, partition, request, decision) if request.lease_id else decision
+
+
+def _wrong_argument(request: Stream) -> str:
+    """What no partition could give to `request`; empty if there is nothing."""
+    if request.state is PartitionState.DEAD:
+        return "a dead partition is not streamed; ask for an active one or a replica"
+    if request.state is PartitionState.PENDING and not request.with_answers:
+        return "a pending partition is streamed to replicas only; ask for an active one"
+    if request.key_prefix and request.with_answers:
+        return "a replica streams all keys; leave out the key prefix"
+    if len(request.key_prefix) > KEY_BYTES_MAX:
+        return f"a key prefix has at most {KEY_BYTES_MAX} bytes, not {len(request.key_prefix)}"
+    return ""
 
 
 def _leased(
