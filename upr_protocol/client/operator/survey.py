@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 from contextlib import AbstractAsyncContextManager
 from typing import Final
 
@@ -259,7 +259,8 @@ class Operator:
         """
         entry = await self.first_report()
         reports = {entry.name: entry}
-        reported_again: set[str] = set()
+        # Nodes that were asked again, as a command may have given them a newer map meanwhile.
+        asked_again: set[str] = set()
         of_node = self.address.of_node
         addresses = {name: of_node(host_port) for name, host_port in (more_addresses or {}).items()}
         while True:
@@ -267,23 +268,16 @@ class Operator:
                 report.map for report in reports.values() if report.map is not None
             )
             if partition_map is not None:
-                for name, host_port in partition_map.nodes.items():
-                    addresses[name] = of_node(host_port)
-            addresses_to_ask = {name: addresses[name] for name in addresses if name not in reports}
-            if not addresses_to_ask and partition_map is not None:
-                # A command may have given them the newest map since they were asked. What they said
-                # of their partitions was true under the map before.
-                outdated_nodes = [
-                    name
-                    for name in partition_map.nodes
-                    if 0 < reports[name].revision < partition_map.revision
-                    and name not in reported_again
-                ]
-                addresses_to_ask = {name: addresses[name] for name in outdated_nodes}
-                reported_again.update(outdated_nodes)
-            if not addresses_to_ask:
+                addresses |= {
+                    name: of_node(host_port) for name, host_port in partition_map.nodes.items()
+                }
+            names = [name for name in addresses if name not in reports]
+            if not names and partition_map is not None:
+                names = _outdated_nodes(reports, partition_map, asked_again)
+                asked_again.update(names)
+            if not names:
                 break
-            reports.update(await self.node_reports(addresses_to_ask))
+            reports.update(await self.node_reports({name: addresses[name] for name in names}))
         bucket = self.address.bucket
         if not any(report.partitions for report in reports.values()):
             raise ServerError(Status.NO_BUCKET, f"there is no bucket {bucket!r}")
@@ -309,6 +303,18 @@ class Operator:
                 f"from a backup. This command continues from the map of {names[0]}: name another "
                 "node first if its map counts"
             )
+
+
+def _outdated_nodes(
+    reports: Mapping[str, NodeReport], newest: PartitionMap, asked_again: Container[str]
+) -> list[str]:
+    """The nodes of `newest` that said to have an older map, and were not asked again yet. What they
+    said of their partitions was true under that map."""
+    return [
+        name
+        for name in newest.nodes
+        if 0 < reports[name].revision < newest.revision and name not in asked_again
+    ]
 
 
 def _require_name(status: NodeStatus, address: Address) -> NodeStatus:
