@@ -7,17 +7,21 @@ import sqlite3
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
-from typing import Final
+from typing import Final, TypeVar
 
 from upr_protocol.client.core.key_lookup import Item
 from upr_protocol.client.core.resume_state import ResumeState, ResumeStateError
 from upr_protocol.errors import UprError
 from upr_protocol.ids import Cas, HistoryId, PartitionId, SeqNo
 
+T = TypeVar("T")
+
 FILE_NAME: Final = "map.sqlite"
 """The name that the first release gave it; there are copies that have it."""
 
 _VERSION: Final = 1
+
+_UINT64_BYTES: Final = 8
 
 _DAMAGE: Final = (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
 """Kinds of errors that the next process meets as well."""
@@ -82,6 +86,9 @@ def translated_errors(directory: Path) -> Iterator[None]:
         if _kind(error) in _DISK_FAILURES:
             raise use_error(directory, error) from error
         raise _unreadable_error(directory, error) from error
+    except UnicodeDecodeError as error:
+        # SQLite's message quotes the damaged schema.
+        raise _unreadable_error(directory, error) from error
 
 
 def use_error(directory: Path, error: sqlite3.Error) -> LocalCopyError | LocalCopyWriteError:
@@ -99,6 +106,32 @@ def _unreadable_error(directory: Path, error: Exception) -> LocalCopyError:
     return LocalCopyError(
         f"{directory} does not hold a readable local copy: {error}; name another directory"
     )
+
+
+def stored(value: object, kind: type[T]) -> T:
+    """A value of a column whose values are all of this type. SQLite does not compare bytes with a
+    checksum, and damage may make one type another.
+
+    Raises:
+        sqlite3.DatabaseError: The value is damaged.
+    """
+    if isinstance(value, kind):
+        return value
+    raise _damage(f"a value is {value!r:.50}, not of type {kind.__name__}")
+
+
+def stored_uint64(blob: object) -> int:
+    """The value of a column that `uint64_blob` made. Raises as `stored`."""
+    data = stored(blob, bytes)
+    if len(data) != _UINT64_BYTES:
+        raise _damage(f"a number has {len(data)} bytes, and not {_UINT64_BYTES}")
+    return int.from_bytes(data, "big")
+
+
+def _damage(sentence: str) -> sqlite3.DatabaseError:
+    error = sqlite3.DatabaseError(sentence)
+    error.sqlite_errorcode = sqlite3.SQLITE_CORRUPT
+    return error
 
 
 def _kind(error: sqlite3.Error) -> int:
@@ -159,31 +192,35 @@ def count_items(database: sqlite3.Connection) -> int:
 
 
 def _item(row: ItemRow) -> Item:
-    """The item of a row that is not a deletion."""
+    """The item of a row that is not a deletion. Raises as `stored`."""
     partition, key, value, seq, history, cas, flags, expiry = row
     return Item(
-        key,
-        value or b"",
-        Cas(int.from_bytes(cas, "big")),
-        flags,
-        expiry,
-        SeqNo(seq),
-        PartitionId(partition),
-        HistoryId(int.from_bytes(history, "big")),
+        stored(key, bytes),
+        stored(value, bytes),
+        Cas(stored_uint64(cas)),
+        stored(flags, int),
+        stored(expiry, int),
+        SeqNo(stored(seq, int)),
+        PartitionId(stored(partition, int)),
+        HistoryId(stored_uint64(history)),
     )
 
 
 def uint64_blob(value: int) -> bytes:
     """A column's value for 64 bits without a sign; SQLite's integers have one."""
-    return value.to_bytes(8, "big")
+    return value.to_bytes(_UINT64_BYTES, "big")
 
 
 class LocalCopyReader:
     """Reads a local copy as it was committed last, also while another process follows. Its `state`
-    is the resume state when the copy was opened. Raises `LocalCopyError` if the directory does not
-    hold a local copy."""
+    is the resume state when the copy was opened.
+
+    Each method raises `LocalCopyError` if the directory does not hold a local copy, or a damaged
+    one; and `LocalCopyWriteError` if the disk fails.
+    """
 
     def __init__(self, directory: str | os.PathLike[str]) -> None:
+        self._directory = Path(directory)
         path = Path(directory) / FILE_NAME
         if not path.is_file():
             raise LocalCopyError(
@@ -192,8 +229,8 @@ class LocalCopyReader:
             )
         self._database = connect_database(path)
         try:
-            with translated_errors(Path(directory)):
-                self.state = read_resume_state(self._database, Path(directory))
+            with translated_errors(self._directory):
+                self.state = read_resume_state(self._database, self._directory)
         except BaseException:
             self._database.close()
             raise
@@ -203,28 +240,47 @@ class LocalCopyReader:
         self._database.close()
 
     def __len__(self) -> int:
-        return count_items(self._database)
+        with self._reading():
+            return count_items(self._database)
 
     def get(self, partition: int, key: bytes) -> Item | None:
         """The item at `key` of a partition."""
-        return get_item(self._database, partition, key)
+        with self._reading():
+            return get_item(self._database, partition, key)
 
     def items(self) -> Iterator[Item]:
         """Every item, by partition and key, in one consistent read."""
-        rows = self._database.execute(
-            f"SELECT {ITEM_COLUMNS} FROM items WHERE value IS NOT NULL ORDER BY partition, key"
-        )
-        return map(_item, rows)
+        with self._reading():
+            rows = self._database.execute(
+                f"SELECT {ITEM_COLUMNS} FROM items WHERE value IS NOT NULL ORDER BY partition, key"
+            )
+        return self._items(rows)
+
+    def _items(self, rows: sqlite3.Cursor) -> Iterator[Item]:
+        with self._reading():
+            yield from map(_item, rows)
 
     def rollback_floors(self) -> dict[PartitionId, SeqNo]:
         """By partition the lowest rollback target; a rollback below it starts at 0."""
-        rows = self._database.execute("SELECT partition, floor FROM partitions")
-        return {PartitionId(partition): SeqNo(floor) for partition, floor in rows}
+        return self._numbers("SELECT partition, floor FROM partitions")
 
     def consistent_ends(self) -> dict[PartitionId, SeqNo]:
         """By partition the snapshot end at which the copy equals what the server had. A partition
         inside a snapshot is missing."""
-        rows = self._database.execute(
-            "SELECT partition, last_complete FROM partitions WHERE complete"
-        )
-        return {PartitionId(partition): SeqNo(end) for partition, end in rows}
+        return self._numbers("SELECT partition, last_complete FROM partitions WHERE complete")
+
+    def _numbers(self, query: str) -> dict[PartitionId, SeqNo]:
+        with self._reading():
+            return {
+                PartitionId(partition): SeqNo(stored(number, int))
+                for partition, number in self._database.execute(query)
+            }
+
+    @contextmanager
+    def _reading(self) -> Iterator[None]:
+        try:
+            yield
+        except sqlite3.ProgrammingError:
+            raise  # a mistake of the caller, who has closed it
+        except sqlite3.DatabaseError as error:
+            raise use_error(self._directory, error) from error

@@ -30,6 +30,8 @@ from upr_protocol.client.local_copy.database import (
     create_if_missing,
     get_item,
     read_resume_state,
+    stored,
+    stored_uint64,
     translated_errors,
     uint64_blob,
     use_error,
@@ -272,7 +274,7 @@ class LocalCopyFile:
         row = self._database.execute(
             "SELECT floor FROM partitions WHERE partition = ?", (partition,)
         ).fetchone()
-        return SeqNo(row[0] if row else 0)
+        return SeqNo(stored(row[0], int) if row else 0)
 
     async def foreign_keys(
         self, partition: PartitionId, log: FailoverLog, seq: SeqNo
@@ -285,17 +287,18 @@ class LocalCopyFile:
         keys: list[bytes] = []
         highest_seq = seq
         for (history,) in database.execute(_HISTORIES, {"partition": partition}).fetchall():
-            branch_end = log.end_of(HistoryId(int.from_bytes(history, "big")))
+            branch_end = log.end_of(HistoryId(stored_uint64(history)))
             arguments = (partition, history, min(branch_end, (1 << 63) - 1))
             rows = database.execute(
                 "SELECT key FROM items WHERE partition = ? AND history = ? AND seq > ?", arguments
             )
-            keys += [key for (key,) in rows]
+            keys += [stored(key, bytes) for (key,) in rows]
             (highest,) = database.execute(
                 "SELECT max(seq) FROM items WHERE partition = ? AND history = ? AND seq <= ?",
                 arguments,
             ).fetchone()
-            highest_seq = SeqNo(max(highest_seq, highest or 0))
+            if highest is not None:
+                highest_seq = SeqNo(max(highest_seq, stored(highest, int)))
         return ForeignKeys(keys, highest_seq)
 
     async def get(self, partition: PartitionId, key: bytes) -> Item | None:
