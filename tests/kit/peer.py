@@ -10,7 +10,7 @@ import trio
 
 from upr_protocol.chunk import Chunk, ChunkBuilder
 from upr_protocol.errors import Status
-from upr_protocol.failover import NOTHING_YET, Position
+from upr_protocol.failover import NOTHING_YET
 from upr_protocol.ids import Operation, PartitionId, PartitionState
 from upr_protocol.limits import WINDOW_BYTES_DEFAULT
 from upr_protocol.wire import (
@@ -153,14 +153,13 @@ class Peer:
             self.credit += (await self.expect(Credit)).bytes
             return logs
 
-    async def stream_all(self, positions: Sequence[Position] = ()) -> None:
+    async def stream_all(self) -> None:
         """Requests a stream of every partition, and sends `Go`."""
         for partition in range(self.partition_count):
-            position = positions[partition] if positions else NOTHING_YET
             await self.send(
                 Stream(
                     PartitionState.ACTIVE,
-                    position,
+                    NOTHING_YET,
                     partition=PartitionId(partition),
                     opaque=self.opaque(),
                 )

@@ -57,12 +57,10 @@ P5: Final = PartitionId(5)
 PARTITION_COUNT: Final = 8
 
 
-def rows_of(*seqs: int, key: str = "key", value: str = "value") -> list[Mutation]:
+def rows_of(*seqs: int) -> list[Mutation]:
     """A `SET` for each number: `key-N` is `value-N`."""
     return [
-        Mutation(
-            Operation.SET, f"{key}-{seq}".encode(), f"{value}-{seq}".encode(), SeqNo(seq), Cas(seq)
-        )
+        Mutation(Operation.SET, b"key-%d" % seq, b"value-%d" % seq, SeqNo(seq), Cas(seq))
         for seq in seqs
     ]
 
@@ -197,30 +195,28 @@ class ScriptedServer:
             raise ConformanceError(f"the client does not prove to be {user!r}")
         await self.send(LoggedIn(b"v=" + b64encode(bytes(32)) if is_impostor else outcome))
 
-    async def open_bucket(
-        self, log: FailoverLog = LOG, high: int = 100, credit: int = 1 << 20
-    ) -> None:
-        """Receives `Open`, and tells of the partitions asked for, all with the same log."""
+    async def open_bucket(self, *, credit: int = 1 << 20) -> None:
+        """Receives `Open`, and tells of the partitions asked for: each has `LOG` and numbers up to
+        100."""
         request = await self.expect(Open)
         for partition in request.partitions or range(PARTITION_COUNT):
-            seq = SeqNo(high)
-            state, about = PartitionState.ACTIVE, PartitionId(partition)
+            state, seq, about = PartitionState.ACTIVE, SeqNo(100), PartitionId(partition)
             await self.send(
-                PartitionLog(state, seq, seq, SeqNo(0), log, partition=about, opaque=request.opaque)
+                PartitionLog(state, seq, seq, SeqNo(0), LOG, partition=about, opaque=request.opaque)
             )
         await self.send(Opened(PARTITION_COUNT, 0, opaque=request.opaque), Credit(credit))
 
-    async def accept_stream(self, log: FailoverLog = LOG) -> Stream:
+    async def accept_stream(self) -> Stream:
         """Receives `Stream` of partition 5, and accepts it."""
         request = await self.expect(Stream)
         seq = request.position.highest_received
-        await self.send(StreamReply(seq, "conformance", log, partition=P5, opaque=request.opaque))
+        await self.send(StreamReply(seq, "conformance", LOG, partition=P5, opaque=request.opaque))
         return request
 
-    async def begin_streaming(self, log: FailoverLog = LOG) -> Stream:
+    async def begin_streaming(self) -> Stream:
         """Plays the whole way to `Go`, with a stream of partition 5 that is accepted."""
-        await self.open_bucket(log)
-        request = await self.accept_stream(log)
+        await self.open_bucket()
+        request = await self.accept_stream()
         await self.expect_go()
         return request
 
@@ -236,7 +232,6 @@ class ScriptedServer:
         *,
         kind: SnapshotKind = SnapshotKind.MEMORY,
         may_repeat: bool = False,
-        history: HistoryId = HISTORY,
         turn: bool = True,
     ) -> None:
         """Begins a snapshot of partition 5."""
@@ -244,7 +239,7 @@ class ScriptedServer:
             self._turn()
         await self.send(
             PartitionStart(
-                history, SeqNo(start), SeqNo(end), SeqNo(0), kind, may_repeat,
+                HISTORY, SeqNo(start), SeqNo(end), SeqNo(0), kind, may_repeat,
                 partition=P5, opaque=self.session.opaque_of(P5),
             )
         )  # fmt: skip

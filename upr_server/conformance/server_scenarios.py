@@ -16,7 +16,6 @@ from upr_protocol.ids import (
     Durability,
     HistoryId,
     Operation,
-    PartitionId,
     PartitionState,
     SeqNo,
 )
@@ -112,13 +111,12 @@ def require(is_right: bool, sentence: str) -> None:
 async def publish(
     client: PlainClient,
     *rows: Mutation,
-    partition: PartitionId = P0,
     writer: bytes = bytes(16),
     counter: int = 0,
     durability: Durability = Durability.MEMORY,
 ) -> MutateReply:
-    """Publishes rows as one run, and receives the result."""
-    bundle = Bundle.of_one_run(partition, Chunk.build(rows, SeqNo(0), SeqNo(0)), counter)
+    """Publishes rows to partition 0 as one run, and receives the result."""
+    bundle = Bundle.of_one_run(P0, Chunk.build(rows, SeqNo(0), SeqNo(0)), counter)
     await client.send(Mutate(bundle, writer, durability, opaque=client.new_opaque()))
     return await client.expect(MutateReply)
 

@@ -11,7 +11,14 @@ from upr_kernel import pack_header
 from upr_protocol.chunk import Bundle, Chunk, Mutation, chunk_of_plain_sets
 from upr_protocol.failover import NOTHING_YET, FailoverLog, Position
 from upr_protocol.hashing import partition_of
-from upr_protocol.ids import HistoryId, Operation, PartitionId, PartitionState, SeqNo
+from upr_protocol.ids import (
+    NO_PARTITION,
+    HistoryId,
+    Operation,
+    PartitionId,
+    PartitionState,
+    SeqNo,
+)
 from upr_protocol.wire import VERSION, Hello, Message, Mutate, NextEvents, Stream
 from upr_protocol.wire.frame import padding
 
@@ -47,17 +54,10 @@ def encoded(*messages: Message) -> bytes:
     return b"".join(bytes(piece) for message in messages for piece in message.frame_buffers())
 
 
-def frame_of(
-    kind: type[Message],
-    body: bytes,
-    *,
-    opaque: int = OPAQUE,
-    partition: int = 0xFFFF,
-    pad: bytes | None = None,
-) -> bytes:
-    """A frame with right checksums around any body."""
-    body += padding(len(body)) if pad is None else pad
-    return pack_header(kind.opcode, 0, partition, opaque, len(body), crc32c(body)) + body
+def frame_of(kind: type[Message], body: bytes, *, opaque: int = OPAQUE) -> bytes:
+    """A frame that is about no partition, with right checksums around any body."""
+    body += padding(len(body))
+    return pack_header(kind.opcode, 0, NO_PARTITION, opaque, len(body), crc32c(body)) + body
 
 
 def changed(frame: bytes, offset: int, value: int, *, mend: bool = True) -> bytes:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from upr_kernel import pack_header
 from upr_protocol.errors import Status
+from upr_protocol.ids import NO_PARTITION
 from upr_protocol.wire import Go, Hello, Opened, StartLogIn
 from upr_server.conformance.wrong_frames import HELLO, changed, encoded, frame_of, hello_of
 from upr_server.conformance.wrong_input import Outcome, Progress, WrongInput, WrongInputs
@@ -43,7 +44,7 @@ def wrong_handshakes() -> list[WrongInput]:
         Status.OUT_OF_TURN,
     )
     case("a message that the state does not allow", Go(), connection_closed, Status.OUT_OF_TURN)
-    too_long = pack_header(Hello.opcode, 0, 0xFFFF, 0, 4096 + 8, 0)
+    too_long = pack_header(Hello.opcode, 0, NO_PARTITION, 0, 4096 + 8, 0)
     case(
         "a body longer than the message may have",
         too_long,
