@@ -384,15 +384,18 @@ def test_a_slow_cursor_is_dropped_and_needs_a_backfill() -> None:
     partition.check_invariants()
 
 
-def test_some_cursors_are_never_dropped() -> None:
+def test_the_disks_cursor_is_never_dropped() -> None:
     partition = new_partition()
     manager, disk = partition.manager, partition.manager.persistence
     put(partition, b"a")
-    indexer = manager.register("index", SeqNo(0), is_droppable=False).cursor
+    consumer = manager.register("consumer", SeqNo(0)).cursor
+    list(items(consumer))
+    assert not manager.drop_furthest_back(), "only the disk's cursor is behind"
     list(items(disk))
-    disk.commit(SeqNo(1))
-    assert not manager.drop_furthest_back()
-    assert {indexer, disk} == set(manager.snapshots.cursors)
+    put(partition, b"b")
+    list(items(consumer))
+    assert not manager.drop_furthest_back(), "it has read, and nothing is committed"
+    assert {consumer, disk} == set(manager.snapshots.cursors)
 
 
 # Counters.

@@ -79,7 +79,6 @@ class Cursor:
     Attributes:
         name: Whose it is, for statistics.
         seq: Everything up to this number was handed on.
-        is_droppable: Whether it may be dropped at all.
         entry: Where it stands. For the snapshot list and the manager, as are the next two.
         at_front: Whether it is counted as at the front of `entry`; if not, it is inside.
         held_entries: Entries in which it is counted as inside, oldest first.
@@ -96,7 +95,6 @@ class Cursor:
         "at_front",
         "entry",
         "held_entries",
-        "is_droppable",
         "name",
         "seq",
     )
@@ -110,7 +108,6 @@ class Cursor:
         *,
         end_at_least: SeqNo = SeqNo(0),
         on_ready: Callable[[], None] | None = None,
-        is_droppable: bool = True,
     ) -> None:
         self._snapshots = snapshots
         self._on_ready = on_ready
@@ -122,7 +119,6 @@ class Cursor:
         self._end = seq
         self._index = 0
         self.name = name
-        self.is_droppable = is_droppable
         self.seq = seq
         self.entry = entry
         self.at_front = seq == entry.start
@@ -210,10 +206,10 @@ class Cursor:
         self.entry = next_entry
         entry.front_count -= 1
         next_entry.front_count += 1
-        self._has_read_at_once(entry)
+        self._note_read_at_once(entry)
         return chunk
 
-    def _has_read_at_once(self, entry: SnapshotEntry) -> None:
+    def _note_read_at_once(self, entry: SnapshotEntry) -> None:
         """It was at the front of `entry`, and is behind it."""
         self._snapshots.on_released(entry)
 
@@ -334,7 +330,7 @@ class PersistenceCursor(Cursor):
     __slots__ = ()
 
     def __init__(self, snapshots: SnapshotList[Cursor], entry: SnapshotEntry) -> None:
-        super().__init__(snapshots, "persistence", entry, entry.start, is_droppable=False)
+        super().__init__(snapshots, "persistence", entry, entry.start)
 
     @property
     def committed_seq(self) -> SeqNo:
@@ -348,7 +344,7 @@ class PersistenceCursor(Cursor):
     def _read_whole(self) -> None:
         pass
 
-    def _has_read_at_once(self, entry: SnapshotEntry) -> None:
+    def _note_read_at_once(self, entry: SnapshotEntry) -> None:
         self._hold(entry)
 
     def restart_at(self, entry: SnapshotEntry) -> None:

@@ -134,7 +134,6 @@ class MutationManager:
         *,
         end_at_least: SeqNo = SeqNo(0),
         on_ready: Callable[[], None] | None = None,
-        is_droppable: bool = True,
     ) -> Registration:
         """Registers a cursor that reads everything above `start`. O(log snapshots).
 
@@ -146,7 +145,6 @@ class MutationManager:
                 interrupted in a snapshot that ends there. Several may be handed on as one for it,
                 and keys may then repeat.
             on_ready: Called once there is something to read, each time after `next` gave None.
-            is_droppable: Whether the cursor may be dropped when memory runs short.
 
         Returns:
             The cursor; and if `start` is no longer in memory, what to read from disk before it: the
@@ -174,7 +172,6 @@ class MutationManager:
             start,
             end_at_least=end_at_least,
             on_ready=on_ready,
-            is_droppable=is_droppable,
         )
         snapshots.add_cursor(cursor, entry, is_inside=not cursor.at_front)
         return Registration(cursor, backfill)
@@ -196,9 +193,9 @@ class MutationManager:
         oldest = self.persistence.oldest_entry.start
         for cursor in self.snapshots.cursors:
             start = cursor.oldest_entry.start
-            if start < oldest and cursor.is_droppable:
+            if start < oldest:
                 oldest, cursors = start, [cursor]
-            elif start == oldest and cursors and cursor.is_droppable:
+            elif start == oldest and cursors:
                 cursors.append(cursor)
         return cursors
 
