@@ -342,7 +342,8 @@ class _EvaluationSteps:
 
     def _fetch(self) -> Iterator[list[FetchRequest]]:
         """Has everything read from disk that an operation needs."""
-        needs_fetch, now, misfits = self._lookup.needs_fetch, self._result.now, self._batch.misfits
+        collect_missing, now = self._lookup.collect_missing, self._result.now
+        misfits = self._batch.misfits
         while True:
             # All operations are looked at before anything is read: one read of the disk for the
             # batch, not one an operation. Then all are looked at again, because others have had
@@ -352,7 +353,7 @@ class _EvaluationSteps:
                 for index, operation in enumerate(block, first_index):
                     if misfits and index in misfits:
                         continue
-                    needs_fetch(operation, now, self.fetched_items, fetch_requests)
+                    collect_missing(operation, now, self.fetched_items, fetch_requests)
                 self.cost_left -= FETCH_CHECK_COST * len(block)
                 if self.cost_left <= 0:
                     yield []
@@ -401,7 +402,7 @@ class _EvaluationSteps:
                         if is_damaged(mutation):
                             failures.append((index, Status.DAMAGED))
                             continue
-                        self._has_copied(len(mutation.value))
+                        self._count_copied(len(mutation.value))
                 elif pending_item.op == Operation.SET and not 0 < pending_item.expiry <= now:
                     # What the batch itself stored counts, unless it had expired when it came: once
                     # stored, such an item would read as missing.
@@ -445,7 +446,7 @@ class _EvaluationSteps:
                 value = yield from self._join_large(key, item, value)
             elif isinstance(value, JoinedValue):
                 value = value.join()
-                self._has_copied(len(value))
+                self._count_copied(len(value))
             rows.append(
                 (
                     Mutation(item.op, key, value, item.seq, item.cas, item.flags, item.expiry),
@@ -467,7 +468,7 @@ class _EvaluationSteps:
             value = JoinedValue(value)
         for piece in value.pieces(JOINED_BYTES):
             row.add(piece)
-            self._has_copied(len(piece))
+            self._count_copied(len(piece))
             self.cost_left -= ROW_COST
             if self.cost_left <= 0:
                 yield []
@@ -517,6 +518,6 @@ class _EvaluationSteps:
             chunk = Chunk.build(documents, SeqNo(documents[0].seq - 1), documents[-1].seq)
             yield EvaluatedArray(documents, chunk)
 
-    def _has_copied(self, nbytes: int) -> None:
+    def _count_copied(self, nbytes: int) -> None:
         self._result.copied_bytes += nbytes
         self.cost_left -= nbytes // BYTES_PER_COST

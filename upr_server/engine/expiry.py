@@ -76,7 +76,7 @@ class ExpiryIndex:
     def add(self, expiry: int, seq: int, key: bytes) -> None:
         """Enters the item with this number, which the table has already. O(log entries)."""
         heappush(self._heap, (expiry, seq, key))
-        self._has_added(1)
+        self._note_added(1)
 
     def add_all(self, entries: Iterable[tuple[int, int, bytes]]) -> None:
         """Enters items: the expiry time, the number and the key of each. Those with an expiry time
@@ -85,9 +85,9 @@ class ExpiryIndex:
         for entry in entries:
             if entry[0]:
                 push(heap, entry)
-        self._has_added(len(heap) - count_before)
+        self._note_added(len(heap) - count_before)
 
-    def _has_added(self, count: int) -> None:
+    def _note_added(self, count: int) -> None:
         self._memory.expiries += EXPIRY_BYTES * count
         if self._old_heap:
             self.clean(min(CLEAN_STEP * count, RUN_CLEAN_MAX))

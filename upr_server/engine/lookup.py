@@ -114,7 +114,7 @@ class ItemLookup:
 
     # What is missing.
 
-    def needs_fetch(
+    def collect_missing(
         self,
         operation: Mutation,
         now: float,

@@ -155,7 +155,7 @@ class ConnectionWriter:
                 await write_rest(
                     self._stream, self._unwritten, resources.send_timeout_s, resources.write_turns
                 )
-                self._has_sent()
+                self._note_sent()
             elif length >= YIELD_BYTES:
                 await trio.lowlevel.checkpoint()
             await self._pause_writing()
@@ -225,10 +225,10 @@ class ConnectionWriter:
             # What the streamer has added is bounded by itself, and holds up no request.
             context.backlog.begin_write(reply_bytes)
         else:
-            self._has_sent()
+            self._note_sent()
         return length + left_out
 
-    def _has_sent(self) -> None:
+    def _note_sent(self) -> None:
         self._unwritten = ()
         if self._context.streamer.disk_streams:
             self._context.streamer.note_sent()

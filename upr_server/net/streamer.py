@@ -476,7 +476,7 @@ class Streamer:
             )
         )
 
-    def _has_ended(self, stream: _Stream, end: SeqNo) -> None:
+    def _note_ended(self, stream: _Stream, end: SeqNo) -> None:
         if end >= stream.end_seq:
             self.end_stream(stream.partition.id, Status.END_REACHED)
         elif end >= stream.turn_end:
@@ -536,7 +536,7 @@ class Streamer:
             self._session.send(PartitionEnd(end, partition=partition_id, opaque=stream.opaque))
         else:
             self._session.send_snapshot(partition_id, self._select(stream, snapshot))
-        self._has_ended(stream, end)
+        self._note_ended(stream, end)
 
     def _end_turn(self, stream: _Stream) -> None:
         self._current_stream = None
