@@ -114,10 +114,10 @@ def row(**fields: Any) -> Any:
     )
 
 
-def member(kind: type[IntEnum], integer: Any = cs.Int8ul) -> Any:
-    """A member of the enumeration `kind`."""
+def member(kind: type[IntEnum]) -> Any:
+    """A member of the enumeration `kind`, as a byte."""
     return cs.ExprAdapter(
-        integer, lambda value, _: member_of(kind, value), lambda value, _: int(value)
+        cs.Int8ul, lambda value, _: member_of(kind, value), lambda value, _: int(value)
     )
 
 

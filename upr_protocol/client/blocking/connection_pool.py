@@ -140,12 +140,10 @@ class BlockingConnectionPool:
                     self.metadata.learn(node, None, asked_revision)
                 return
 
-    def refresh(self, map_revision: int = 0) -> float:
-        """Asks every node for its map, unless that was done just now; some node says that it has
-        `map_revision`, if that is not 0. The newest map counts. A single node has none to ask for.
-        Gives when to call it again, if it did not help."""
+    def refresh(self) -> float:
+        """Asks every node for its map, unless that was done just now. The newest map counts. A
+        single node has none to ask for. Gives when to call it again, if it did not help."""
         metadata, clock = self.metadata, self._options.clock
-        metadata.note_revision(map_revision)
         if metadata.is_single_node or clock() < self._next_round_at:
             return self._next_round_at
         map_before = metadata.map
