@@ -99,6 +99,16 @@ class FailoverLog:
         """
         return next((e.history_id for e in self.entries if e.seq < seq), HistoryId(0))
 
+    def history_with(self, seq: SeqNo) -> HistoryId:
+        """A history by which to remember the change that this log has at `seq`, to ask a later log
+        whether it contains that. The branch in which it was given; if the log does not go back so
+        far, one in its middle, because full logs drop the oldest, and failovers the newest. 0 when
+        the log is empty."""
+        branch = self.branch_of(seq)
+        if branch or not self.entries:
+            return branch
+        return self.entries[len(self.entries) // 2].history_id
+
     def up_to(self, seq: SeqNo) -> FailoverLog:
         """The log without the entries above `seq`."""
         return FailoverLog(tuple(entry for entry in self.entries if entry.seq <= seq))

@@ -88,6 +88,23 @@ def test_a_branch_has_what_came_before_the_next_one_began() -> None:
     assert FailoverLog.of_pairs([(third, SeqNo(20))]).branch_of(SeqNo(20)) == 0
 
 
+def test_a_change_older_than_the_log_is_named_by_a_history_that_later_logs_list() -> None:
+    log = FailoverLog()
+    assert log.history_with(SeqNo(1)) == 0
+    for history in range(1, 2 * FAILOVER_ENTRIES_MAX):
+        log = log.with_branch(HistoryId(history), SeqNo(history * 10))
+        for seq in range(1, history * 10 + 20, 5):
+            name = log.history_with(SeqNo(seq))
+            assert log.contains(name, SeqNo(seq))
+            assert name == log.branch_of(SeqNo(seq)) or not log.branch_of(SeqNo(seq))
+    name, later = log.history_with(SeqNo(1)), log
+    for history in range(1000, 1000 + FAILOVER_ENTRIES_MAX // 2):
+        later = later.with_branch(HistoryId(history), SeqNo(10_000))
+        assert later.contains(name, SeqNo(1))
+    # Histories that a node with fewer changes has left do not matter.
+    assert log.up_to(SeqNo(log.entries[5].seq)).contains(name, SeqNo(1))
+
+
 def test_a_client_begins_with_nothing() -> None:
     assert Position() == Position(FailoverLog(), SeqNo(0), SeqNo(0), None) == NOTHING_YET
 

@@ -249,7 +249,7 @@ class IndexBuilder:
         # A stream that begins at 0 does so because the partition is begun again already.
         return stream_mark.seq > 0 and any(
             mark.seq > stream_mark.seq
-            and not event.log.contains(mark.position.log.branch_of(mark.seq), mark.seq)
+            and not event.log.contains(mark.position.log.history_with(mark.seq), mark.seq)
             for mark in self._marks(event.partition)
         )
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import sqlite3
 import tempfile
+from collections import Counter
 from contextlib import closing, suppress
 from functools import partial
 from pathlib import Path
@@ -34,6 +35,7 @@ from upr_protocol.client import (
 from upr_protocol.client.local_copy.database import LocalCopyWriteError
 from upr_protocol.client.local_copy.file import LocalCopyFile
 from upr_protocol.errors import BrokenError
+from upr_protocol.limits import FAILOVER_ENTRIES_MAX
 
 URL = "upr://fake/b"
 
@@ -136,6 +138,32 @@ async def test_a_rollback_replaces_just_the_keys_that_the_server_does_not_have(
         assert len(reader) == 25
         assert reader.consistent_ends() == {0: 26}
         assert reader.get(0, b"3") == item
+
+
+@pytest.mark.parametrize("failovers", [FAILOVER_ENTRIES_MAX, 2 * FAILOVER_ENTRIES_MAX])
+async def test_items_from_before_the_oldest_known_history_are_not_read_again_and_again(
+    net: FakeNet, server: FakeServer, tmp_path: Path, autojump_clock: MockClock, failovers: int
+) -> None:
+    """All items of a partition, at each new connection, would not fit into memory."""
+    server.partitions = server.partitions[:1]
+    for index in range(30):
+        server.put(b"%d" % index, b"old")
+    async with keep_local_copy(URL, tmp_path, dial=net.dial) as copy:
+        await until_completed(copy)
+    read_again: Counter[bytes] = Counter()
+    for index in range(failovers):
+        server.partitions[0].fail_over(5000 + index, 30 + index)
+        server.put(b"new %d" % index, b"")
+        async with keep_local_copy(URL, tmp_path, dial=net.dial) as copy:
+            for event in await until_completed(copy):
+                if isinstance(event, Undone):
+                    read_again.update(list(event.documents))
+        async with keep_local_copy(URL, tmp_path, dial=net.dial) as copy:
+            events = await until_completed(copy)
+            assert not [event for event in events if isinstance(event, Undone)]
+    # Once for as many failovers as lie between the middle of a log and its end.
+    assert max(read_again.values()) <= failovers // (FAILOVER_ENTRIES_MAX // 2) - 1
+    assert contents(tmp_path) == server.contents()
 
 
 @pytest.mark.parametrize("fails_at", ["commit", "put"])

@@ -43,7 +43,7 @@ CREATE TABLE items (
     key BLOB NOT NULL,
     value BLOB,                        -- NULL: deleted
     seq INTEGER NOT NULL,
-    history BLOB NOT NULL,             -- the branch in which seq was given
+    history BLOB NOT NULL,             -- a history that has the change
     cas BLOB NOT NULL,
     flags INTEGER NOT NULL,
     expiry INTEGER NOT NULL,

@@ -175,7 +175,7 @@ class LocalCopyFile:
                 mutation.key,
                 mutation.value if mutation.op is Operation.SET else None,
                 mutation.seq,
-                uint64_blob(log.branch_of(mutation.seq)),
+                uint64_blob(log.history_with(mutation.seq)),
                 uint64_blob(mutation.cas),
                 mutation.flags,
                 mutation.expiry,

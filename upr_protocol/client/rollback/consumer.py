@@ -116,13 +116,13 @@ class RollbackConsumer(RollbackIterator):
         self._received_keys.flush()
 
     async def _keep_chunk(self, event: ChunkReceived, log: FailoverLog) -> None:
-        chunk, branch_of, current = event.chunk, log.branch_of, log.current
+        chunk, current = event.chunk, log.current
         keys, seqs = chunk.keys(), cast("list[SeqNo]", chunk.seqs.tolist())
-        if branch_of(SeqNo(chunk.start + 1)) == current:
+        if log.branch_of(SeqNo(chunk.start + 1)) == current:
             # Nearly always: to look for the branch of each row takes as long as the rest.
             branches: Iterable[HistoryId] = repeat(current, len(seqs))
         else:
-            branches = map(branch_of, seqs)
+            branches = map(log.history_with, seqs)
         await self._received_keys.receive(event.partition, zip(keys, seqs, branches, strict=True))
 
     async def _roll_back(self, plan: RollbackPlan) -> None:

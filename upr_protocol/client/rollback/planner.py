@@ -164,4 +164,4 @@ def _version(item: Item | None, high_seq: SeqNo, log: FailoverLog | None) -> Rec
     if log is None:
         # Every history contains what any had at 0.
         return ReceivedVersion(max(seq, SeqNo(1)), HistoryId(0))
-    return ReceivedVersion(seq, log.branch_of(seq))
+    return ReceivedVersion(seq, log.history_with(seq))

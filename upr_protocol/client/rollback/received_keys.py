@@ -40,8 +40,8 @@ class ReceivedKeysLimits:
 
 
 class ReceivedVersion(msgspec.Struct, frozen=True):
-    """The version of a key that the application was given, and the branch of history that assigned
-    its number; 0 if that is not known, so that the key is foreign to every history."""
+    """The version of a key that the application was given, and a history that has it: see
+    `FailoverLog.history_with`; 0 if none is known, so that the key is foreign to every history."""
 
     seq: SeqNo
     history_id: HistoryId
