@@ -66,7 +66,7 @@ class NaiveRows:
         self.has_counters = False
 
     def takes(self, run: PublishedRun) -> bool:
-        is_new = not self.has_refused and run.counter > self.counters.get(run.writer, -1)
+        is_new = not self.has_refused and run.counter > self.counters.get(run.writer, 0)
         return (
             self.history_id > 0
             and not run.chain

@@ -438,6 +438,26 @@ async def test_a_key_in_the_wrong_partition_refuses_its_run_alone() -> None:
         assert refusal.sentence == f"key {A0.decode()!r} belongs to partition 0, not 1"
 
 
+@pytest.mark.parametrize("op", [Operation.SET, Operation.ADD])
+async def test_a_run_of_a_writer_with_the_counter_0_is_refused_alone(op: Operation) -> None:
+    """Counters of a writer begin at 1: 0 is what a run without a writer has."""
+    row_a, row_b = (Chunk.build([Mutation(op, key, b"v")]) for key in (A0, B1))
+    async with serving(SimulatedStore()) as server, speaking(server) as peer:
+        for _ in range(2):
+            reply = await publish(
+                peer, Bundle.of_parts([(P0, row_a, 0, 0), (P1, row_b, 1, 0)]), WRITER
+            )
+            assert [run.status for run in reply.runs] == [Status.BAD_ARGUMENT, Status.OK]
+        assert await value_of(peer, A0) is None
+        assert await value_of(peer, B1, P1) == b"v"
+        refusal = await answer_to(peer, await say(peer, bundle_of((P0, row_a)), WRITER))
+        assert isinstance(refusal, Refusal)
+        assert refusal.status == Status.BAD_ARGUMENT
+        assert refusal.sentence == "a writer's counters begin at 1: send the run with another one"
+        assert (await publish(peer, bundle_of((P0, row_a), counter=1), WRITER)).runs[0].status == 0
+        assert isinstance(await publish(peer, bundle_of((P0, row_a))), MutateReply)
+
+
 async def test_a_read_of_a_key_in_the_wrong_partition_is_refused() -> None:
     async with serving(SimulatedStore()) as server, speaking(server) as peer:
         opaque = peer.opaque()

@@ -495,7 +495,9 @@ answers_expect(PyObject *object, const uint8_t *id, uint64_t counter, uint64_t a
     if (self->has_refused)
         return false;
     const Writer *writer = answers_find_writer(self, id);
-    return writer == NULL || (counter > newest_of(writer)->counter && attempt >= writer->attempt);
+    if (writer == NULL)
+        return counter > 0;
+    return counter > newest_of(writer)->counter && attempt >= writer->attempt;
 }
 
 uint64_t

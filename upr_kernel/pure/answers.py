@@ -176,10 +176,12 @@ class Answers:
 
     def is_new(self, writer: bytes, counter: int, attempt: int, /) -> bool:
         """Whether a batch is new for certain: it comes behind all of its writer, in no older
-        attempt, and no batch was refused. O(1)."""
+        attempt, and no batch was refused. Counters begin at 1. O(1)."""
         answers = self._find(writer)
-        return not self.has_refused and (
-            answers is None or (counter > answers.newest_counter and attempt >= answers.attempt)
+        if answers is None:
+            return not self.has_refused and counter > 0
+        return (
+            not self.has_refused and counter > answers.newest_counter and attempt >= answers.attempt
         )
 
     def attempt(self, writer: bytes, /) -> int:

@@ -93,6 +93,12 @@ def wrong_bundles() -> list[WrongInput]:
     )
     elsewhere = mutate(set_row(key_in(1)))
     case("a key that belongs to another partition", elsewhere, request_refused, Status.BAD_ARGUMENT)
+    case(
+        "the counter 0, under a writer",
+        mutate(set_row(), writer=WRITER),
+        request_refused,
+        Status.BAD_ARGUMENT,
+    )
     replicated = mutate(set_row(), durability=Durability.REPLICATED, copies=1)
     case(
         "more copies than there are replicas", replicated, request_refused, Status.TOO_FEW_REPLICAS

@@ -85,6 +85,8 @@ _SENTENCES: Final = {
 }
 """Why a partition refuses a run for good."""
 
+_COUNTER_0: Final = "a writer's counters begin at 1: send the run with another one"
+
 _SEND_EARLIER: Final = "send the earlier run of this writer again first"
 
 
@@ -319,6 +321,8 @@ class _BundleRequest(OrderedReply):
                 raise ServerError(Status.TEMPORARY_FAILURE, _SEND_EARLIER)
             partition = context.partition(self.partitions[index])
             self._check_keys(batch, partition)
+            if batch.token is not None and not batch.token.counter:
+                raise ServerError(Status.BAD_ARGUMENT, _COUNTER_0)
             target = IN_MEMORY
             # A partition that is not active refuses the run, and notes for its writer that it did.
             if request.durability is not _MEMORY and partition.state is PartitionState.ACTIVE:
