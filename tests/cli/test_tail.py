@@ -417,6 +417,35 @@ def test_a_resume_state_of_another_bucket_is_refused(
     assert "is of the bucket" in refusal.stderr
 
 
+def test_a_resume_state_of_another_prefix_is_refused(
+    filled: str, run: Run, tmp_path: Path, tail: Tail
+) -> None:
+    """The command would omit the changes of the keys that were left out before."""
+    state = tmp_path / "state"
+    first_keys = [
+        line["key"] for line in mutations(tail(filled, "--prefix", "k1", "--resume", state))
+    ]
+    assert len(first_keys) == 11
+    saved_state = state.read_bytes()
+    for args in ([], ["--prefix", "k2"]):
+        refusal = run("tail", filled, *args, "--resume", str(state), code=2)
+        assert "the resume state is of the keys that begin with 'k1', not of" in refusal.stderr
+        assert state.read_bytes() == saved_state
+    run("set", filled, "k17", "new")
+    lines = mutations(tail(filled, "--prefix", "k1", "--resume", state))
+    assert [line["key"] for line in lines] == ["k17"]
+
+
+def test_partitions_that_a_resumed_tail_adds_start_at_the_beginning(
+    filled: str, tmp_path: Path, tail: Tail
+) -> None:
+    state = tmp_path / "state"
+    lines = mutations(tail(filled, "--partition", "1", "--resume", state))
+    lines += mutations(tail(filled, "--partition", "2", "--resume", state))
+    lines += mutations(tail(filled, "--resume", state))
+    assert sorted(line["key"] for line in lines) == sorted(f"k{number}" for number in range(100))
+
+
 @pytest.mark.parametrize(
     "args",
     [

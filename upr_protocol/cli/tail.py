@@ -131,7 +131,8 @@ def tail(
     number.
 
     With --resume the command can be killed at any moment, and resumes from its position when it is
-    run again. It may then repeat lines, but never omits one. Give the same --prefix again.
+    run again. It may then repeat lines, but never omits one. Give the same --prefix again: another
+    one is refused, because FILE says nothing of the changes that were left out.
 
     With --state the command keeps a local copy of the bucket in DIR, an SQLite database
     (map.sqlite), and prints the changes that it applied. Killed at any moment, it resumes from its

@@ -23,6 +23,7 @@ from tests.kit.fake_server import FakeServer
 from tests.kit.mirror import Mirror
 from tests.protocol.strategies import HISTORY_IDS, SEQS
 from upr_protocol.client import (
+    BlockingConsumer,
     ChunkReceived,
     Consumer,
     CycleCompleted,
@@ -200,6 +201,7 @@ STATES = st.builds(
     ResumeState,
     st.text(max_size=20),
     st.dictionaries(st.integers(0, 1023).map(PartitionId), positions(), max_size=4),
+    st.none() | st.binary(max_size=9),
 )
 
 
@@ -248,6 +250,8 @@ def one_position(complete: int, highest: int, partial: str, log: str = "[]") -> 
         b'{"version":2,"bucket":"b","partitions":{}}',
         b'{"version":1,"bucket":7,"partitions":{}}',
         b'{"version":1,"bucket":"b","partitions":[]}',
+        b'{"version":1,"bucket":"b","partitions":{},"key_prefix":7}',
+        b'{"version":1,"bucket":"b","partitions":{},"key_prefix":"x"}',
         b'{"version":1,"bucket":"b","partitions":{"1024":{}}}',
         b'{"version":1,"bucket":"b","partitions":{"01":{}}}',
         one_position(5, 6, "null"),
@@ -327,6 +331,35 @@ async def test_the_state_of_another_bucket_is_refused(
     with pytest.raises(ResumeStateError, match="'other'"):
         async with consume(URL, dial=net.dial, resume=ResumeState("other")):
             pass
+
+
+async def test_the_state_of_other_keys_is_refused(
+    net: FakeNet, autojump_clock: MockClock, tmp_path: Path
+) -> None:
+    """Up to its positions the consumer would lack what was left out."""
+    path = tmp_path / "resume.json"
+    async with consume(URL, dial=net.dial, resume=path, key_prefix=b"a\xff") as consumer:
+        saved_state = consumer.processed_state
+    FileStore(path).save_now(saved_state)
+    assert saved_state.key_prefix == b"a\xff"
+    for key_prefix, text in [
+        (b"", "not of all keys"),
+        (b"a", "not of the keys that begin with 'a'"),
+    ]:
+        with pytest.raises(ResumeStateError, match=text):
+            async with consume(URL, dial=net.dial, resume=path, key_prefix=key_prefix):
+                pass
+        with pytest.raises(ResumeStateError, match=r"keys that begin with 'a\\\\xff', not"):
+            BlockingConsumer(URL, resume=path, key_prefix=key_prefix)
+    async with consume(URL, dial=net.dial, resume=path, key_prefix=b"a\xff") as consumer:
+        assert consumer.processed_state == saved_state
+
+
+def test_a_state_that_does_not_say_which_keys_counts_for_any() -> None:
+    """A release that did not save this made it, or a question for the numbers of a time."""
+    state = ResumeState.decode(b'{"version":1,"bucket":"b","partitions":{}}')
+    assert state.key_prefix is None
+    assert state.of_stream("b", b"a").key_prefix == b"a"
 
 
 async def test_only_processed_events_are_saved(

@@ -83,8 +83,8 @@ class BlockingConsumer:
         self._store = FileStore(resume) if isinstance(resume, str | os.PathLike) else None
         saved_state = self._store.load_now() if self._store else resume
         assert not isinstance(saved_state, str | os.PathLike)
-        processed_state = ResumeState(address.bucket) if saved_state is None else saved_state.copy()
-        processed_state.check_bucket(address.bucket)
+        saved_state = saved_state or ResumeState(address.bucket)
+        processed_state = saved_state.of_stream(address.bucket, key_prefix)
         subscription = Subscription(
             partitions,
             start == "now",

@@ -34,7 +34,7 @@ gives it to a history with the same probability with which two servers give thei
 
 
 class ResumeStateError(UprError, ValueError):
-    """The bytes are not a resume state, or it is the state of another bucket."""
+    """The bytes are not a resume state, or it is the state of another bucket or of other keys."""
 
 
 def position_after_acceptance(position: Position, log: FailoverLog) -> Position:
@@ -87,10 +87,19 @@ def _without_marker(log: FailoverLog) -> FailoverLog:
 @attrs.define
 class ResumeState:
     """How far a consumer has come in each partition of one bucket. A partition without a position
-    has received nothing."""
+    has received nothing.
+
+    Attributes:
+        bucket: The bucket.
+        positions: How far each partition has come.
+        key_prefix: What the keys begin with that the consumer asked for; empty for all keys. None
+            if no consumer has had the state, or one of a release that did not save this: then the
+            positions count for any keys.
+    """
 
     bucket: str
     positions: dict[PartitionId, Position] = attrs.field(factory=dict)
+    key_prefix: bytes | None = None
 
     def position(self, partition: PartitionId) -> Position:
         """How far `partition` has come."""
@@ -113,9 +122,24 @@ class ResumeState:
                 "for each bucket"
             )
 
+    def of_stream(self, bucket: str, key_prefix: bytes) -> Self:
+        """An independent copy, for a consumer of these keys of this bucket. O(partitions).
+
+        Raises:
+            ResumeStateError: It is a state of another bucket, or of other keys: up to its positions
+                the consumer would lack the changes of the keys that were left out.
+        """
+        self.check_bucket(bucket)
+        if self.key_prefix not in (None, key_prefix):
+            raise ResumeStateError(
+                f"the resume state is of {_keys_text(self.key_prefix)}, not of "
+                f"{_keys_text(key_prefix)}: ask for the same keys, or use one for each prefix"
+            )
+        return attrs.evolve(self.copy(), key_prefix=key_prefix)
+
     def copy(self) -> Self:
         """An independent copy. O(partitions)."""
-        return type(self)(self.bucket, dict(self.positions))
+        return attrs.evolve(self, positions=dict(self.positions))
 
     def encode(self) -> bytes:
         """The state as JSON: the same state is always the same bytes."""
@@ -124,6 +148,8 @@ class ResumeState:
             for partition in sorted(self.positions)
         }
         document = {"version": _VERSION, "bucket": self.bucket, "partitions": partitions}
+        if self.key_prefix is not None:
+            document["key_prefix"] = self.key_prefix.hex()  # keys need not be text
         return msgspec.json.encode(document) + b"\n"
 
     @classmethod
@@ -146,13 +172,21 @@ class ResumeState:
             bucket = document["bucket"]
             if not isinstance(bucket, str):
                 raise TypeError("the bucket is not a string")
+            prefix_text = document.get("key_prefix")
+            key_prefix = None if prefix_text is None else bytes.fromhex(prefix_text)
         except ResumeStateError:
             raise
         except msgspec.DecodeError as error:
             raise ResumeStateError(f"not a resume state: {error}") from error
         except (RecursionError, KeyError, TypeError, ValueError, AttributeError) as error:
             raise ResumeStateError(f"not a resume state: {error!r}") from error
-        return cls(bucket, positions)
+        return cls(bucket, positions, key_prefix)
+
+
+def _keys_text(key_prefix: bytes | None) -> str:
+    if not key_prefix:
+        return "all keys"
+    return f"the keys that begin with {key_prefix.decode(errors='backslashreplace')!r}"
 
 
 def _partition(name: str) -> PartitionId:

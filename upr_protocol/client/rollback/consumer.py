@@ -242,7 +242,7 @@ async def consume_with_rollback(
         UprError: See `consume`.
     """
     address = (Address.parse(target) if isinstance(target, str) else target).with_bucket()
-    state, store = await load_resume_state(resume, address.bucket)
+    state, store = await load_resume_state(resume, address.bucket, b"")
     keys_file = await trio.to_thread.run_sync(
         partial(
             ReceivedKeysFile,

@@ -347,11 +347,13 @@ class Consumer:
 C = TypeVar("C", bound=Consumer)
 
 
-async def load_resume_state(resume: Resume, bucket: str) -> tuple[ResumeState, ResumeStore | None]:
+async def load_resume_state(
+    resume: Resume, bucket: str, key_prefix: bytes
+) -> tuple[ResumeState, ResumeStore | None]:
     """A copy of the state to begin with, and where it is kept.
 
     Raises:
-        ResumeStateError: It is not a resume state, or the state of another bucket.
+        ResumeStateError: It is not a resume state, or the state of another bucket or of other keys.
         OSError: The resume file cannot be read.
     """
     state: ResumeState | None
@@ -360,9 +362,7 @@ async def load_resume_state(resume: Resume, bucket: str) -> tuple[ResumeState, R
     else:
         store = FileStore(resume) if isinstance(resume, str | os.PathLike) else resume
         state = await store.load()
-    state = ResumeState(bucket) if state is None else state.copy()
-    state.check_bucket(bucket)
-    return state, store
+    return (state or ResumeState(bucket)).of_stream(bucket, key_prefix), store
 
 
 @asynccontextmanager
@@ -377,7 +377,8 @@ async def open_consumer(
     save_limits: SaveLimits | None,
 ) -> AsyncIterator[C]:
     """A consumer of some class; see `consume`."""
-    state, store = await load_resume_state(resume, address.with_bucket().bucket)
+    bucket = address.with_bucket().bucket
+    state, store = await load_resume_state(resume, bucket, subscription.key_prefix)
     streams = ConsumerStreams(address, options, SubscriptionState(subscription, state.copy()))
     consumer = consumer_class(address, streams, state, store, save_limits or SaveLimits(), undo)
     try:
@@ -435,7 +436,7 @@ async def consume(
             from disk, with every version in it, and so the same each time; `ServerError` with
             `RANGE_GONE` if the lease does not hold it. 0 for no lease.
         key_prefix: What the keys of the changes begin with. The server leaves the others out; a
-            chunk may have no row. Resume from a position with the prefix that it was saved with.
+            chunk may have no row. Resume with the prefix that the state was saved with.
         undo: Takes the application back when the server's history parted from what was received;
             by default the partition starts again at 0.
         with_logs: Whether `StreamAccepted` events come, which bring the failover logs.
@@ -449,7 +450,8 @@ async def consume(
 
     Raises:
         AddressError: The URL is malformed, or names no bucket.
-        ResumeStateError: What was loaded is not a resume state, or the state of another bucket.
+        ResumeStateError: What was loaded is not a resume state, or `resume` is the state of another
+            bucket, or of another `key_prefix`.
         BrokenError: The server cannot be reached.
         ServerError: The server refused, for instance with `NO_BUCKET`.
         OSError: The resume file cannot be read or written.
