@@ -1,25 +1,12 @@
-"""Where a command begins, before what it needs is imported.
-
-Importing takes some tenths of a second. Ctrl-C in that time, or a system that has no memory or
-descriptors left, ends a command with an exit code and at most one sentence, like later on.
-
-So this module imports only what Python has imported by then: even `typing` takes milliseconds.
-"""
+"""Where the command `upr` begins, before what it needs is imported."""
 
 from __future__ import annotations
 
-import errno
-import os
-import signal
-import sys
+from upr_protocol.start import TYPE_CHECKING, run_command
 
-TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Callable
     from typing import Any, NoReturn
-
-EXIT_FAILED = 1
-EXIT_INTERRUPTED = 130
 
 
 def upr() -> NoReturn:
@@ -31,76 +18,3 @@ def _load() -> Callable[[], Any]:
     from upr_protocol.cli import main
 
     return main
-
-
-def run_command(program: str, load: Callable[[], Callable[[], Any]]) -> NoReturn:
-    """Imports a command and runs it; ends the process.
-
-    Args:
-        program: Its name, for the sentence.
-        load: Imports it.
-    """
-    _open_closed_streams()
-    # Not an exception: where Python imports, some places print a `KeyboardInterrupt` and go on.
-    is_interruptible = signal.getsignal(signal.SIGINT) is signal.default_int_handler
-    if is_interruptible:
-        signal.signal(signal.SIGINT, lambda *_: os._exit(EXIT_INTERRUPTED))
-    try:
-        command = load()
-    except ModuleNotFoundError:
-        raise
-    except (ImportError, OSError, MemoryError) as error:
-        # The loader of shared libraries gives ImportError where memory cannot be mapped.
-        reason = str(error) or "out of memory"
-        sys.stderr.write(f"{program}: cannot start: {reason}; look at `ulimit -a`\n")
-        sys.exit(EXIT_FAILED)
-    try:
-        if is_interruptible:
-            # From here on Ctrl-C may be raised at once.
-            signal.signal(signal.SIGINT, signal.default_int_handler)
-        sys.exit(command())
-    except KeyboardInterrupt:
-        sys.exit(EXIT_INTERRUPTED)
-    except OSError as error:
-        # Help texts and the version are printed before a command can see to its errors.
-        if error.errno not in (errno.ENOSPC, errno.EBADF) or error.filename is not None:
-            raise
-        # Python would try again to write what is left in its buffer.
-        with open(os.devnull, "wb") as null_device:
-            os.dup2(null_device.fileno(), sys.stdout.fileno())
-        sys.stderr.write(f"{program}: the output cannot be written: {error.strerror}\n")
-        sys.exit(EXIT_FAILED)
-    except Exception as error:
-        if not _is_lack_of_threads(error):
-            raise
-        reason = "the system gives it no more threads, or no memory for them"
-        sys.stderr.write(f"{program}: ended: {reason}; look at `ulimit -a`\n")
-        sys.exit(EXIT_FAILED)
-
-
-def _open_closed_streams() -> None:
-    """Opens the null device where standard input, output or error is closed. A file or connection
-    would get its number, and be read and written in its place.
-
-    It is opened the wrong way: to read or write the stream is an error, as nothing can come of it.
-    Only what is said on standard error goes nowhere.
-    """
-    streams = (
-        ("stdin", "r", os.O_WRONLY),
-        ("stdout", "w", os.O_RDONLY),
-        ("stderr", "w", os.O_RDWR),
-    )
-    for number, (name, mode, flags) in enumerate(streams):
-        if getattr(sys, name) is None:
-            # It gets the lowest number that is free.
-            descriptor = os.open(os.devnull, flags)
-            # For processes that this one starts, too.
-            os.set_inheritable(descriptor, descriptor == number)
-            setattr(sys, name, open(descriptor, mode, closefd=False))  # noqa: SIM115
-
-
-def _is_lack_of_threads(error: BaseException) -> bool:
-    """Whether a thread could not be started. Python has no class for this error."""
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
-    return isinstance(error, RuntimeError) and str(error) == "can't start new thread"

@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 
+import upr_protocol
 from tests.storage.small_directory import make
-from upr_protocol.entry import run_command
+from upr_protocol.start import run_command
 
 
 def test_ctrl_c_as_soon_as_it_is_an_exception_again(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -23,6 +24,44 @@ def test_ctrl_c_as_soon_as_it_is_an_exception_again(monkeypatch: pytest.MonkeyPa
     with pytest.raises(SystemExit) as exit_info:
         run_command("upr", lambda: lambda: pytest.fail("the command ran"))
     assert exit_info.value.code == 130
+
+
+SCRIPTS = Path(upr_protocol.__file__).parent / "spark" / "commands"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "first_module"),
+    [
+        pytest.param(["-c", "from upr_protocol.entry import upr; upr()"], "click", id="upr"),
+        pytest.param(["-m", "upr_protocol.cli"], "click", id="-m upr_protocol.cli"),
+        pytest.param(["-m", "upr_server.entry"], "click", id="upr-server"),
+        pytest.param(
+            ["-c", "from upr_server.indexer.command import main; main()"], "click", id="upr-indexer"
+        ),
+        pytest.param(["-m", "upr_protocol.spark", "snapshot"], "msgspec", id="-m ...spark"),
+        pytest.param(["-m", "upr_protocol.spark.commands.join"], "msgspec", id="-m ...join"),
+        *(
+            pytest.param([str(path)], "msgspec", id=path.name)
+            for path in sorted(SCRIPTS.glob("[!_]*.py"))
+        ),
+    ],
+)
+def test_ctrl_c_while_python_imports(arguments: list[str], first_module: str) -> None:
+    """`first_module` is about the first that takes long. Python tells of each, once imported."""
+    with subprocess.Popen(
+        [sys.executable, "-X", "importtime", *arguments],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
+        assert process.stderr is not None
+        for line in process.stderr:
+            if line.rpartition("|")[2].strip().partition(".")[0] == first_module:
+                break
+        process.send_signal(signal.SIGINT)
+        rest = process.stderr.read()
+    assert process.returncode == 130, rest
+    assert [line for line in rest.splitlines() if not line.startswith("import time:")] == []
 
 
 @pytest.mark.parametrize("program", ["upr_protocol.entry:upr", "upr_server.entry:upr_server"])

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
-from upr_protocol.cli import main
+from functools import partial
 
-main(prog_name="upr")
+from upr_protocol.cli import main
+from upr_protocol.start import run_command
+
+if __name__ == "__main__":
+    run_command("upr", lambda: partial(main, prog_name="upr"))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from upr_protocol.entry import TYPE_CHECKING, run_command
+from upr_protocol.start import TYPE_CHECKING, run_command
 
 if TYPE_CHECKING:
     from collections.abc import Callable

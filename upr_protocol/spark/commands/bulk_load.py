@@ -13,12 +13,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Final
 
+from upr_protocol.spark.errors import PipelineError
+from upr_protocol.spark.recipes import bulk_load, command
+
+# It has Ctrl-C end the script from here on: what follows takes long.
+# isort: split
 import msgspec
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F
-
-from upr_protocol.spark.errors import PipelineError
-from upr_protocol.spark.recipes import bulk_load, command
 
 _CSV: Final = {
     "escape": '"',

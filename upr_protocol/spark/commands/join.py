@@ -11,11 +11,13 @@ from __future__ import annotations
 import argparse
 import sys
 
-from pyspark.sql import SparkSession
-
 from upr_protocol.spark.recipes import command, join
 from upr_protocol.spark.recipes.join import BOTH_VALUES, INNER, LEFT
 from upr_protocol.spark.recipes.reprocess import TEXT_SCHEMA
+
+# It has Ctrl-C end the script from here on: what follows takes long.
+# isort: split
+from pyspark.sql import SparkSession
 
 
 def argument_parser() -> argparse.ArgumentParser:

@@ -9,9 +9,11 @@ from __future__ import annotations
 import argparse
 import sys
 
-from pyspark.sql import SparkSession
-
 from upr_protocol.spark.recipes import command, restore
+
+# It has Ctrl-C end the script from here on: what follows takes long.
+# isort: split
+from pyspark.sql import SparkSession
 
 
 def argument_parser() -> argparse.ArgumentParser:

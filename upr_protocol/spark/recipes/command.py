@@ -24,6 +24,7 @@ from upr_protocol.errors import UprError
 from upr_protocol.spark.errors import PipelineError
 from upr_protocol.spark.recipes.failure import plain_errors
 from upr_protocol.spark.source import UprDataSource
+from upr_protocol.start import interrupt_handler
 
 FAILED: Final = 1
 USAGE: Final = 2
@@ -221,7 +222,7 @@ def run(
     options = arguments.parse_args(argv)
     # One that is there already is another's.
     is_ours = SparkSession.getActiveSession() is None
-    spark, on_interrupt = None, signal.getsignal(signal.SIGINT)
+    spark, on_interrupt = None, interrupt_handler()
     if is_ours:
         # Also while Spark starts, which takes seconds: no query runs yet.
         signal.signal(signal.SIGINT, _exit_on_interrupt)
