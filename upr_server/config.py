@@ -250,11 +250,11 @@ class ServerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             )
         if self.node_user:
             # The client is large, and a server without such a user starts its disk before it.
-            from upr_protocol.client import read_password
+            from upr_protocol.client import resolve_credentials
 
             try:
                 normalised_name(self.node_user, "node_user")
-                read_password(self.node_password_file)
+                resolve_credentials(self.node_security().credentials)
             except (CredentialsError, UsersError) as error:
                 raise ConfigError(f"node_password_file: {error}") from error
 

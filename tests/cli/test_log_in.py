@@ -70,6 +70,21 @@ def test_the_password_comes_from_a_file_or_the_environment(
     assert run("get", secured, "k", "--raw").stdout == "v"
 
 
+def test_a_password_file_that_is_a_pipe(secured: str, start: Start, tmp_path: Path) -> None:
+    """As in `--password-file <(command)`, or in a container that hands it over so. Only the first
+    line is read: the value comes behind it."""
+    fifo = tmp_path / "fifo"
+    os.mkfifo(fifo, 0o644)
+    of_bob = ("--user", "bob", "--password-file")
+    setter = start("set", secured, "k", "-", *of_bob, "/dev/stdin", stdin=subprocess.PIPE)
+    setter.feed(b"pencil\nv")
+    setter.finished()
+    getter = start("get", secured, "k", "--raw", *of_bob, str(fifo))
+    with fifo.open("wb", buffering=0) as pipe:
+        pipe.write(b"pencil\n")
+        assert getter.finished() == (b"v", b"")
+
+
 @pytest.mark.parametrize(
     ("options", "password", "code", "sentence"),
     [

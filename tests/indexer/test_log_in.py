@@ -102,6 +102,7 @@ def test_settings_that_do_not_fit(password_file: Path) -> None:
         ({"user": "bob"}, "user and password_file go together"),
         ({"password_file": str(password_file)}, "user and password_file go together"),
         ({"user": "bob", "password_file": "/nowhere"}, "/nowhere, cannot be read"),
+        ({"user": "bob", "password_file": "/dev/null"}, "is read at each connection, and /dev/nul"),
     ):
         with pytest.raises(ConfigError, match=sentence):
             load_config(None, {}, {**base, **settings})

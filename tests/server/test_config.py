@@ -83,6 +83,7 @@ def test_text_from_the_environment_is_converted() -> None:
         ({"node_user": "nodes"}, "node_user and node_password_file go together"),
         ({"node_password_file": "f"}, "node_user and node_password_file go together"),
         ({"node_user": "nodes", "node_password_file": "/nowhere"}, "/nowhere, cannot be read"),
+        ({"node_user": "nodes", "node_password_file": "/dev/null"}, "is read at each connection"),
     ],
 )
 def test_an_invalid_setting_is_refused_by_its_name(settings: dict[str, str], message: str) -> None:

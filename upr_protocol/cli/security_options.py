@@ -8,7 +8,13 @@ import click
 
 from upr_protocol.cli.errors import say
 from upr_protocol.cli.passwords import log_in_password
-from upr_protocol.client import Credentials, Security, TlsSettings
+from upr_protocol.client import (
+    Credentials,
+    Security,
+    TlsSettings,
+    is_read_once,
+    read_password,
+)
 
 _META: Final = "upr.tls"
 """Where click's context keeps what the options say."""
@@ -81,7 +87,7 @@ def log_in_options() -> list[click.Option]:
             default="",
             envvar="UPR_PASSWORD_FILE",
             help="The file with the user's password in its first line; others must have no right "
-            "to it.  [default: UPR_PASSWORD_FILE]",
+            "to it. /dev/stdin, or a pipe, is read once.  [default: UPR_PASSWORD_FILE]",
         ),
     ]
 
@@ -118,6 +124,8 @@ def _credentials(options: dict[str, Any]) -> Credentials | None:
         if password_file:
             raise click.UsageError("--password-file needs a user: name one with --user or UPR_USER")
         return None
+    if password_file and is_read_once(password_file):
+        return Credentials(user, read_password(password_file))
     if password_file:
         return Credentials(user, password_file=password_file)
     return Credentials(user, log_in_password(user))

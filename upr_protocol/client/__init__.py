@@ -60,7 +60,7 @@ from upr_protocol.client.core.results import (
 )
 from upr_protocol.client.core.resume_state import ResumeState, ResumeStateError
 from upr_protocol.client.core.writer_identity import WriterIdentity
-from upr_protocol.client.credentials import read_password
+from upr_protocol.client.credentials import is_read_once, read_password, resolve_credentials
 from upr_protocol.client.index_client import (
     IndexClient,
     IndexRange,
@@ -176,8 +176,10 @@ __all__ = [
     "consume_as_replica",
     "consume_with_rollback",
     "follow_events",
+    "is_read_once",
     "keep_local_copy",
     "open_node",
     "publisher",
     "read_password",
+    "resolve_credentials",
 ]

@@ -20,7 +20,7 @@ from upr_protocol.client import (
     ReceivedKeysLimits,
     Security,
     TlsSettings,
-    read_password,
+    resolve_credentials,
 )
 from upr_protocol.errors import CredentialsError
 from upr_server.indexer.indexer import IndexerSettings
@@ -179,11 +179,12 @@ class IndexerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             )
         if not self.user:
             return None
+        credentials = Credentials(self.user, password_file=self.password_file)
         try:
-            read_password(self.password_file)
+            resolve_credentials(credentials)
         except CredentialsError as error:
             raise ConfigError(f"password_file: {error}") from error
-        return Credentials(self.user, password_file=self.password_file)
+        return credentials
 
     def settings(self) -> IndexerSettings:
         """The settings with their defaults resolved.

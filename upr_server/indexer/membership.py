@@ -10,7 +10,7 @@ from urllib.parse import urlsplit
 import attrs
 import trio
 
-from upr_protocol.client import Address, Credentials, Security, TlsSettings, read_password
+from upr_protocol.client import Address, Security, TlsSettings, resolve_credentials
 from upr_protocol.errors import UprError
 from upr_protocol.security import UNPROTECTED
 from upr_server.indexer.bucket_histories import BucketHistories
@@ -82,11 +82,10 @@ class Membership:
     async def _open_link(self, url: str) -> LinkStream:
         url = f"{url}&bucket={await self.histories.statement()}"
         # The file with the password is read at each connection.
-        security, credentials = self.security, self.security.credentials
+        credentials = self.security.credentials
         if credentials is not None and credentials.password_file:
-            password = await trio.to_thread.run_sync(read_password, credentials.password_file)
-            security = attrs.evolve(security, credentials=Credentials(credentials.user, password))
-        return await self.open_stream(url, security)
+            credentials = await trio.to_thread.run_sync(resolve_credentials, credentials)
+        return await self.open_stream(url, attrs.evolve(self.security, credentials=credentials))
 
     async def check(self, index: int, fingerprint: str, statement: str) -> None:
         """Checks what another node asks for.
