@@ -182,6 +182,13 @@ def test_ctrl_c_ends_a_load_that_waits_for_its_source(bucket: str, start: Start)
     assert loader.finished(code=130) == (b"stopped after 1 rows; rows already loaded stay\n", b"")
 
 
+def test_a_load_that_did_nothing_says_the_error_alone(run: Run, planes: Path) -> None:
+    args = ("load", "upr://127.0.0.1:1/b", str(planes), "--key", "tailnum", "--retry-timeout", "1")
+    refusal = run(*args, code=4)
+    assert refusal.stdout == ""
+    assert "127.0.0.1:1" in refusal.stderr
+
+
 def test_a_server_that_goes_away_for_good_is_a_lost_connection(run: Run, start: Start) -> None:
     with start_server() as server:
         url = server.url + "b"

@@ -252,7 +252,8 @@ class _Load:
             progress.clear()
             for sentence in self.report.problems(self.unit):
                 say(sentence)
-            print_line(self._total())
+            if self._is_finished or self.report.rows:
+                print_line(self._total())
         if self.report.refused_counts:
             raise click.exceptions.Exit(REFUSED)
         if self.report.rows and not self.report.rows_sent:
