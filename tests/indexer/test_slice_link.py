@@ -296,6 +296,20 @@ async def test_a_link_on_which_nothing_is_asked_ends(
         assert trio.current_time() - asked_at <= SILENT_S
 
 
+@pytest.mark.parametrize("order_of_tasks", range(8))
+async def test_a_pause_of_the_asked_process_does_not_end_the_link(
+    autojump_clock: trio.testing.MockClock, order_of_tasks: int
+) -> None:
+    """A question came during the pause, and has not yet been read when the time is over."""
+    async with a_served_link() as (frames, stream, _):
+        await trio.sleep(SILENT_S / 2)
+        frames.queue_message(NumberedQuestion(1, msgspec.json.encode(Ping())))
+        autojump_clock.jump(2 * SILENT_S)
+        assert await stream.receive_some()
+        frames.queue_message(NumberedQuestion(2, msgspec.json.encode(Ping())))
+        assert await stream.receive_some()
+
+
 async def test_a_node_that_reads_no_answers_is_not_answered_without_end() -> None:
     stream = UnreadStream()
     part = ReplicatedSlice(SliceId(0, 1), {0: ("http://n:1", cast("SliceHolder", BusySlice()))}, 0)

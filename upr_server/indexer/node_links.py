@@ -17,7 +17,8 @@ import trio
 from upr_server.indexer.membership import Membership
 from upr_server.indexer.pool import MemoryPool
 from upr_server.indexer.replicated_slice import ReplicatedSlice
-from upr_server.indexer.slice_link import HANG_S
+from upr_server.indexer.silence import Silence
+from upr_server.indexer.slice_link import HANG_S, PING_S
 from upr_server.indexer.slice_server import SliceServer
 from upr_server.indexer.slices import CatalogReport, SliceHolder, SliceId
 from upr_server.indexer.worker_messages import (
@@ -38,8 +39,9 @@ OUTBOX_BYTES_MAX: Final = 1024 * 1024
 """While so much has yet to be sent to a node, nothing is taken from it."""
 
 SILENT_S: Final = 2 * HANG_S
-"""A link on which no question has come for so long is ended. The other node asks twice a second
-whether this one is alive, and gives the link up itself if it has no answer for half as long."""
+"""A link on which no question has come for so long is ended, unless this process stood still. The
+other node asks twice a second whether this one is alive, and gives the link up itself if it has no
+answer for half as long."""
 
 
 def replicated_slice(
@@ -106,18 +108,23 @@ async def _take_questions(
     frames: MessageStream, server: SliceServer, nursery: trio.Nursery
 ) -> None:
     """Takes questions until the other node has gone, or asks nothing for `SILENT_S`."""
+    silence = Silence(SILENT_S, PING_S)
+    nursery.start_soon(_end_silent_link, silence, nursery.cancel_scope)
     async with aclosing(frames.received_messages()) as messages:
         while True:
             # A node that does not read the answers gets no more of them.
             await frames.wait_until_unsent_below(OUTBOX_BYTES_MAX)
-            message = None
-            with trio.move_on_after(SILENT_S) as scope:
+            with silence.awaited():
                 message = await anext(messages, None)
             if message is None:
-                if scope.cancelled_caught:
-                    log.warning("a node has asked nothing; ending its link", seconds=SILENT_S)
                 return
             server.handle_message(message, nursery)
+
+
+async def _end_silent_link(silence: Silence, scope: trio.CancelScope) -> None:
+    await silence.until_too_long()
+    log.warning("a node has asked nothing; ending its link", seconds=SILENT_S)
+    scope.cancel()
 
 
 async def _send(frames: MessageStream, scope: trio.CancelScope) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from contextlib import aclosing, suppress
-from math import ceil, inf
+from math import inf
 from typing import Any, Final, TypeVar
 
 import attrs
@@ -16,6 +16,7 @@ import trio
 from upr_protocol.ids import PartitionId, SeqNo
 from upr_server.indexer.pool import OverloadedError
 from upr_server.indexer.pure.definition import IndexDefinition, IndexName
+from upr_server.indexer.silence import Silence
 from upr_server.indexer.slices import (
     SliceAnswer,
     SliceId,
@@ -152,20 +153,17 @@ class LinkedSlice(ABC):
             scope.cancel()
 
     async def _keep_pinging(self, scope: trio.CancelScope, first_answer_s: float) -> None:
-        limit_s = first_answer_s
-        while True:
-            async with trio.open_nursery() as nursery:
-                nursery.start_soon(self._end_link_after, limit_s, scope)
-                await self._ping_link()
-                nursery.cancel_scope.cancel()
-            limit_s = HANG_S
-            await trio.sleep(PING_S)
+        silence = Silence(first_answer_s, PING_S)
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(self._end_silent_link, silence, scope)
+            while True:
+                with silence.awaited():
+                    await self._ping_link()
+                silence.limit_s = HANG_S
+                await trio.sleep(PING_S)
 
-    async def _end_link_after(self, limit_s: float, scope: trio.CancelScope) -> None:
-        # Steps are counted, and not the time: if this process stood still for a minute, that is one
-        # step, and the answer that came meanwhile is read in the next.
-        for _ in range(ceil(limit_s / PING_S)):
-            await trio.sleep(PING_S)
+    async def _end_silent_link(self, silence: Silence, scope: trio.CancelScope) -> None:
+        await silence.until_too_long()
         log.warning("a slice does not answer; giving its link up", slice=self.title)
         scope.cancel()
 
