@@ -18,7 +18,7 @@ from tests.cli.conftest import Run, Start
 from tests.cli.processes import DEADLINE_S
 from tests.kit.process import ROOT, UPR, environment
 from tests.kit.threaded import trio_thread
-from tests.server.test_log_in import server_with_users
+from tests.server.users import server_with_users
 from upr_protocol.client import Address, BlockingClient, Credentials, Security
 from upr_protocol.errors import CredentialsError
 

@@ -40,7 +40,7 @@ from tests.kit import async_names
 from tests.kit.cancellation import cancelled_at_each_step
 from tests.kit.memory_network import HOST, MemoryNetwork, check, node
 from tests.kit.process import eventually
-from tests.server.test_log_in import USERS
+from tests.server.users import USERS
 from upr_protocol.client import Address, connect
 from upr_protocol.ids import Durability, PartitionId
 from upr_protocol.security import UNPROTECTED

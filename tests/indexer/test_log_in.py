@@ -9,7 +9,7 @@ import pytest
 from tests.indexer.kit import define, name_of, scan, until, until_ready
 from tests.indexer.test_tls import status_of
 from tests.kit.process import eventually
-from tests.server.test_log_in import BOB, USERS, VERIFIER, address_of, server_with_users
+from tests.server.users import BOB, USERS, VERIFIER, address_of, server_with_users
 from upr_protocol.client import Credentials, IndexerError, Security, connect
 from upr_protocol.users import Grant, Limits, Right, User
 from upr_server.indexer import stream as stream_module

@@ -22,8 +22,8 @@ from tests.indexer.test_tls import upr_index
 from tests.kit.certificates import Certificates
 from tests.kit.ports import free_ports
 from tests.kit.process import POLL_S, eventually
-from tests.server.test_log_in import VERIFIER, server_with_users
-from tests.server.test_tls import tls_server
+from tests.server.tls_server import tls_server
+from tests.server.users import VERIFIER, server_with_users
 from upr_protocol.client import Address, Client, Credentials, IndexClient, Security, connect
 from upr_protocol.errors import BrokenError, UprError
 from upr_protocol.users import Grant, Right, User, Users

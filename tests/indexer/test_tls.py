@@ -15,7 +15,7 @@ from click.testing import CliRunner, Result
 from tests.indexer.kit import a_server, an_indexer
 from tests.kit.certificates import Authority, Certificates
 from tests.kit.process import run
-from tests.server.test_tls import tls_server
+from tests.server.tls_server import tls_server
 from upr_protocol.cli import main
 from upr_protocol.client import IndexClient
 from upr_protocol.errors import BrokenError, TlsError

@@ -3,20 +3,27 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Final
 
-import msgspec
 import pytest
 import trio
 import trio.testing
 
 from tests.engine.helpers import put
 from tests.kit.audit_notes import AuditNotes
-from tests.protocol.session.kit import SAMPLES
-from tests.server.test_connection import Peer, connected, make_server, sets
+from tests.server.connected_peer import P0, connected, make_server, sets
+from tests.server.granted_peer import (
+    ADMIN,
+    OTHER,
+    OWN,
+    USER,
+    access_of,
+    logged_in,
+    revoke,
+    sample,
+)
 from upr_protocol.bucket_event import BucketEvent
 from upr_protocol.chunk import Bundle
 from upr_protocol.client import Address, Credentials, LookAtEverything, Security, follow_events
@@ -36,7 +43,6 @@ from upr_protocol.users import (
     Right,
     User,
     UserListing,
-    UserRole,
     Users,
     Verifier,
 )
@@ -76,7 +82,7 @@ from upr_protocol.wire import (
     StreamReply,
     UsersReply,
 )
-from upr_server.app import Server, running_server
+from upr_server.app import running_server
 from upr_server.config import BucketConfig, ServerConfig
 from upr_server.net import server as net_server
 from upr_server.net.access import NEEDED, Access
@@ -85,12 +91,6 @@ from upr_server.net.streamer import STEP_STREAMS
 from upr_server.runtime import AuditLog
 from upr_server.storage.simulated import SimulatedStore
 from upr_server.user_store import UserStore
-
-OWN, OTHER = "own", "other"
-P0 = PartitionId(0)
-USER = "bob"
-ROLE = "role"
-ADMIN = User("ada", None, (Grant(Right.SECURE, EVERYTHING),))
 
 # Every message that a client may send, and the rights for it, written by hand. One of the rights is
 # enough. A test fails if a message has no line.
@@ -149,43 +149,6 @@ def of_lines(table: str) -> dict[str, frozenset[str]]:
 
 ALLOWED: Final = of_lines(TABLE)
 OF_SOME_KEYS: Final = of_lines(TABLE_OF_SOME_KEYS)
-
-
-def sample(name: str, bucket: str) -> Message:
-    """A message of the kind that a line of the table names. If it names a bucket: `bucket`."""
-    by_name: dict[str, Message] = {
-        "Open": Open(bucket, opaque=1),
-        "GetMap": GetMap(bucket, opaque=1),
-        "CreateBucket": CreateBucket(bucket, opaque=1),
-        "DeleteBucket": DeleteBucket(bucket, opaque=1),
-        "Stats": Stats(bucket, opaque=1),
-        "Join": Join(bucket, "host:1", opaque=1),
-        "SetMap": SetMap(
-            0, PartitionMap.of_one_node(bucket, 1, "node", "host:1").encode(), opaque=1
-        ),
-    }
-    kind, _, variant = name.partition("/")
-    if kind in by_name:
-        return by_name[kind]
-    message = SAMPLES[next(kind_ for kind_ in SAMPLES if kind_.__name__ == kind)]
-    return (
-        msgspec.structs.replace(message, with_answers=bool(variant))
-        if kind == "Stream"
-        else message
-    )
-
-
-def access_of(*grants: Grant, bucket: str = OWN, by_role: bool = False) -> Access:
-    """The access of bob, who has these grants himself or through a role."""
-    store = UserStore(SimulatedStore())
-    roles = {ROLE: UserRole(ROLE, grants)} if by_role else {}
-    bob = User(USER, None, () if by_role else grants, roles=tuple(roles))
-    # Without a check of the grants: some tests try `secure` on one bucket, which is never granted.
-    store.users = Users(1, {ADMIN.name: ADMIN, USER: bob}, roles=roles)
-    access = Access(store)
-    access.user_name = USER
-    access.set_bucket(bucket)
-    return access
 
 
 def is_allowed(access: Access, message: Message) -> bool:
@@ -327,31 +290,12 @@ def test_a_refusal_says_that_a_right_on_some_keys_is_not_enough() -> None:
 # With a server.
 
 
-@asynccontextmanager
-async def logged_in(*grants: Grant) -> AsyncIterator[tuple[Server, Peer]]:
-    """A server with a bucket `b`, and a connection of the user bob, who has these grants."""
-    server = make_server()
-    async with connected(server) as peer:
-        # Before there are users, nobody has to log in.
-        await peer.send()
-        peer.received.insert(0, await peer.receive(HelloReply))
-        (connection,) = server.connections.connections
-        connection.context.access.user_name = USER
-        bob = User(USER, None, grants)
-        await server.users.apply_change(lambda users: users.with_user(ADMIN).with_user(bob))
-        yield server, peer
-
-
 def reading() -> Grant:
     return Grant(Right.READ, "b")
 
 
 def writing() -> Grant:
     return Grant(Right.WRITE, "b")
-
-
-async def revoke(server: Server, *grants: Grant) -> None:
-    await server.users.apply_change(lambda users: users.revoking(USER, grants))
 
 
 async def test_a_user_with_the_right_to_read_may_not_write() -> None:

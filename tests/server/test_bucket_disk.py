@@ -19,17 +19,9 @@ from tests.engine.helpers import put, read
 from tests.kit.held_store import HeldStore
 from tests.kit.memory_network import HOST, PARTITIONS, MemoryNetwork, node
 from tests.kit.steps import LargestStep
-from tests.server.test_backfill import INDEXED_S, HeldReads, a_partition
-from tests.server.test_connection import P0, sets
-from tests.server.test_durability import (
-    BUCKET,
-    PERSISTED,
-    answer_to,
-    log_of,
-    send,
-    serving,
-    speaking,
-)
+from tests.server.connected_peer import P0, sets
+from tests.server.modelled_partition import INDEXED_S, HeldReads, a_partition
+from tests.server.served_bucket import BUCKET, PERSISTED, answer_to, log_of, send, serving, speaking
 from tests.storage.full_disk import FullDisk
 from upr_protocol.chunk import Chunk, Mutation
 from upr_protocol.errors import Status

@@ -14,10 +14,10 @@ import trio.testing
 from tests.kit.held_store import HeldStore
 from tests.kit.placed_keys import key_in
 from tests.kit.steps import LargestStep
-from tests.server.test_access import ADMIN
-from tests.server.test_backfill import INDEXED_S, HeldReads, Model, evicted
-from tests.server.test_connection import P0, Peer, sets
-from tests.server.test_durability import (
+from tests.server.connected_peer import P0, Peer, sets
+from tests.server.granted_peer import ADMIN
+from tests.server.modelled_partition import INDEXED_S, HeldReads, Model, evicted
+from tests.server.served_bucket import (
     BUCKET,
     P1,
     WRITER,

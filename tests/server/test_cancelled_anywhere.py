@@ -28,7 +28,7 @@ from tests.kit.cancellation import cancelled_at_each_step
 from tests.kit.certificates import Certificates
 from tests.kit.memory_network import HOST, PARTITIONS, MemoryNetwork, check, node
 from tests.kit.process import children_of
-from tests.server.test_backfill import Model
+from tests.server.modelled_partition import Model
 from tests.server.test_reply_order import Reply, new_order
 from tests.server.test_step_writes import Recorder
 from tests.storage.log_model import record_of

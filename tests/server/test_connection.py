@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator, Iterator
-from contextlib import AsyncExitStack, asynccontextmanager
-from itertools import count
-from typing import Any, Final, TypeVar, cast
+from typing import Any, Final, cast
 
 import pytest
 import structlog
@@ -14,12 +11,20 @@ import trio
 import trio.testing
 
 from tests.kit.held_store import HeldStore
+from tests.server.connected_peer import (
+    P0,
+    QUOTA_BYTES,
+    Peer,
+    connected,
+    make_server,
+    name_replica,
+    sets,
+)
 from upr_kernel import pack_header
-from upr_protocol.chunk import Bundle, Chunk, Mutation, chunk_of_plain_sets
+from upr_protocol.chunk import Bundle, Chunk, Mutation
 from upr_protocol.errors import Status
 from upr_protocol.failover import NOTHING_YET, FailoverLog, PartialSnapshot, Position
 from upr_protocol.ids import (
-    SEQ_MAX,
     Durability,
     HistoryId,
     Operation,
@@ -31,13 +36,9 @@ from upr_protocol.limits import (
     GET_KEYS_MAX,
     GET_REPLY_KEYS_MAX,
     HANDSHAKE_TIMEOUT_S,
-    IDLE_INTERVAL_S_DEFAULT,
     SEND_TIMEOUT_S,
-    WINDOW_BYTES_DEFAULT,
     WINDOW_BYTES_MIN,
 )
-from upr_protocol.partition_map import Assignment, PartitionMap
-from upr_protocol.session import ClientSession
 from upr_protocol.wire import (
     VERSION,
     Await,
@@ -62,7 +63,6 @@ from upr_protocol.wire import (
     ListBucketsReply,
     Message,
     Mutate,
-    MutateReply,
     Noop,
     Open,
     Opened,
@@ -82,8 +82,6 @@ from upr_protocol.wire import (
     StreamReply,
     decode,
 )
-from upr_server.app import Server
-from upr_server.config import ServerConfig
 from upr_server.engine import WriterToken
 from upr_server.engine.mutate_result import unpack_result
 from upr_server.engine.publisher_answers import BATCHES_MAX
@@ -97,146 +95,7 @@ from upr_server.net.frame_budget import BUDGET_BYTES, FRAME_TIMEOUT_S, Unfinishe
 from upr_server.net.handlers.streams import SLICE_PARTITIONS
 from upr_server.net.server import CONNECTIONS_TOLD_MAX
 from upr_server.net.streamer import ANSWER_OVERHEAD_BYTES, ANSWERS_BYTES, STEP_STREAMS
-from upr_server.runtime import System
-from upr_server.storage.api import Store
 from upr_server.storage.online.unsaved_answers import STEP_ANSWERS
-from upr_server.storage.simulated import SimulatedStore
-
-M = TypeVar("M", bound=Message)
-P0 = PartitionId(0)
-
-
-class Peer:
-    """A client that sends the messages that a test gives it, and returns those that it receives."""
-
-    def __init__(
-        self,
-        stream: trio.abc.HalfCloseableStream,
-        *,
-        identity: str = "test:peer",
-        window_bytes: int = WINDOW_BYTES_DEFAULT,
-        idle_interval_s: int = IDLE_INTERVAL_S_DEFAULT,
-    ) -> None:
-        self.stream = stream
-        self.session = ClientSession(
-            identity,
-            window_bytes=window_bytes,
-            idle_interval_s=idle_interval_s,
-            now=trio.current_time(),
-        )
-        self.received: list[Message] = []
-
-    async def send(self, *messages: Message) -> None:
-        for message in messages:
-            self.session.send(message)
-        await self.stream.send_all(b"".join(self.session.take_outgoing(trio.current_time())))
-
-    async def receive(self, kind: type[M]) -> M:
-        """The next message of `kind`; earlier messages are dropped."""
-        while True:
-            while self.received:
-                message = self.received.pop(0)
-                if isinstance(message, kind):
-                    return message
-            data = await self.stream.receive_some(65536)
-            assert data, f"the server hung up; expected {kind.__name__}"
-            self.session.receive(bytes(data), trio.current_time())
-            self.received += self.session.messages()
-
-    async def wait_for_end(self) -> bool:
-        while data := await self.stream.receive_some(65536):
-            self.session.receive(bytes(data), trio.current_time())
-            self.received += self.session.messages()
-        return True
-
-    def opaque(self) -> int:
-        return self.session.new_opaque()
-
-    async def open(self, bucket: str = "b", *partitions: int) -> None:
-        await self.send()
-        await self.receive(HelloReply)
-        await self.send(Open(bucket, partitions, opaque=self.opaque()))
-        await self.receive(Opened)
-        await self.receive(Credit)
-
-    async def mutate(self, chunk: Chunk, partition: PartitionId = P0) -> MutateReply:
-        await self.send(Mutate(Bundle.of_one_run(partition, chunk), opaque=self.opaque()))
-        return await self.receive(MutateReply)
-
-    async def ask(
-        self,
-        position: Position = NOTHING_YET,
-        end_seq: SeqNo = SEQ_MAX,
-        *,
-        with_answers: bool = False,
-    ) -> StreamReply:
-        request = Stream(
-            PartitionState.ACTIVE,
-            position,
-            end_seq,
-            with_answers=with_answers,
-            partition=P0,
-            opaque=self.opaque(),
-        )
-        await self.send(request)
-        return await self.receive(StreamReply)
-
-
-def sets(*keys: bytes, value: bytes = b"v") -> Chunk:
-    return chunk_of_plain_sets(keys, [value] * len(keys))
-
-
-QUOTA_BYTES: Final = 64 * 1024 * 1024
-
-
-def make_server(
-    store: Store | None = None,
-    connections_max: int = 10,
-    ids: Iterator[int] | None = None,
-    node: str = "",
-) -> Server:
-    """A server that does not listen; its history IDs are 1, 2, 3 and so on."""
-    numbers = count(1) if ids is None else ids
-    config = ServerConfig(
-        identity="test-server", quota_bytes=QUOTA_BYTES, connections_max=connections_max, node=node
-    )
-    system = System(
-        time=lambda: 1000.0 + trio.current_time(), random_bits=lambda _bits: next(numbers)
-    )
-    return Server(config, SimulatedStore() if store is None else store, system)
-
-
-async def name_replica(server: Server) -> None:
-    """Makes the node `a` active for the bucket's only partition, with `r` as its replica."""
-    nodes = {"a": "127.0.0.1:1", "r": "127.0.0.1:2"}
-    assignments = (Assignment("a", {"r": ""}),)
-    partition_map = PartitionMap(bucket="b", revision=1, nodes=nodes, partitions=assignments)
-    await server.partition_maps.set_map(0, partition_map.encode())
-
-
-StreamPair = tuple[trio.abc.HalfCloseableStream, trio.abc.HalfCloseableStream]
-
-
-@asynccontextmanager
-async def connected(
-    server: Server,
-    streams: StreamPair | None = None,
-    *,
-    identity: str = "test:peer",
-    **options: int,
-) -> AsyncIterator[Peer]:
-    ours, theirs = streams or trio.testing.memory_stream_pair()
-    async with AsyncExitStack() as stack:
-        if not server.catalog.disks:
-            await stack.enter_async_context(server.recovered_buckets())
-            await server.catalog.create_bucket("b", 1, server.catalog.quota_bytes_default)
-        async with trio.open_nursery() as nursery:
-            connection = server.connections.new_connection(theirs, "memory")
-            server.connections.connections[connection] = None
-            nursery.start_soon(connection.run)
-            yield Peer(ours, identity=identity, **options)
-            await ours.aclose()
-            nursery.cancel_scope.cancel()
 
 
 async def test_buckets_are_created_listed_and_deleted() -> None:

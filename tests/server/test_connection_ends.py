@@ -14,7 +14,7 @@ import trio
 import trio.testing
 from trio.testing import MockClock
 
-from tests.server.test_connection import Peer, connected, make_server
+from tests.server.connected_peer import Peer, connected, make_server
 from upr_protocol.errors import Status, TlsError
 from upr_protocol.limits import HANDSHAKE_TIMEOUT_S, IDLE_INTERVAL_S_DEFAULT
 from upr_protocol.session import ServerSession

@@ -8,7 +8,7 @@ import pytest
 import trio
 import trio.testing
 
-from tests.server.test_connection import make_server
+from tests.server.connected_peer import make_server
 from upr_server.app import Server
 from upr_server.net import credit
 from upr_server.net.credit import CREDIT_BYTES_MAX, CREDIT_BYTES_MIN, PublisherCredit

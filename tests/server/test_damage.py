@@ -10,8 +10,8 @@ import trio.testing
 
 from tests.kit.held_store import HeldStore
 from tests.kit.placed_keys import key_in
-from tests.server.test_connection import P0, Peer, connected, make_server, name_replica, sets
-from tests.server.test_durability import (
+from tests.server.connected_peer import P0, Peer, connected, make_server, name_replica, sets
+from tests.server.served_bucket import (
     BUCKET,
     K0,
     K1,

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from trio.testing import MockClock
 
-from tests.server.test_connection import make_server
+from tests.server.connected_peer import make_server
 from upr_server.net.frame_budget import (
     FRAME_BYTES_PER_S_MIN,
     FRAME_TIMEOUT_S,

@@ -15,9 +15,9 @@ from tests.kit.effort import effort
 from tests.kit.fake_net import CuttableStream
 from tests.kit.held_store import HeldStore
 from tests.kit.mirror import Mirror
-from tests.server.test_backfill import Model
-from tests.server.test_connection import P0, Peer, connected, make_server, name_replica
-from tests.server.test_durability import BUCKET, serving, speaking
+from tests.server.connected_peer import P0, Peer, connected, make_server, name_replica
+from tests.server.modelled_partition import Model
+from tests.server.served_bucket import BUCKET, serving, speaking
 from upr_protocol.address import Address
 from upr_protocol.chunk import Chunk, Mutation, chunk_of_plain_sets
 from upr_protocol.client import ChunkReceived, RolledBack, SnapshotEnd, SnapshotStart, consume

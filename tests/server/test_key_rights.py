@@ -15,18 +15,9 @@ from tests.fuzz.mending import mended_frames
 from tests.kit.audit_notes import AuditNotes
 from tests.kit.effort import effort
 from tests.protocol.test_rights import GRANTS, KEYS, allows_all, allows_key
-from tests.server.test_access import (
-    ADMIN,
-    OWN,
-    P0,
-    USER,
-    access_of,
-    logged_in,
-    revoke,
-    sample,
-)
-from tests.server.test_connection import Peer, connected, make_server, sets
-from tests.server.test_log_in import USERS, VERIFIER, address_of, server_with_users
+from tests.server.connected_peer import P0, Peer, connected, make_server, sets
+from tests.server.granted_peer import ADMIN, OWN, USER, access_of, logged_in, revoke, sample
+from tests.server.users import USERS, VERIFIER, address_of, server_with_users
 from upr_protocol.bucket_event import BucketEvent, BucketFate
 from upr_protocol.chunk import Bundle, BundleRun, Chunk, CounterDelta, Mutation
 from upr_protocol.client import Address, Credentials, PublishError, publisher

@@ -12,9 +12,9 @@ import trio
 import trio.testing
 
 from tests.kit.placed_keys import key_in
-from tests.server.test_backfill import Model
-from tests.server.test_connection import Peer
-from tests.server.test_durability import BUCKET, serving, speaking
+from tests.server.connected_peer import Peer
+from tests.server.modelled_partition import Model
+from tests.server.served_bucket import BUCKET, serving, speaking
 from upr_protocol.ids import PartitionId
 from upr_protocol.wire import Get, GetReply
 from upr_server.app import Server

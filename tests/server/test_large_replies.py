@@ -12,8 +12,8 @@ import trio.testing
 from tests.kit.held_store import HeldStore
 from tests.kit.placed_keys import key_in
 from tests.kit.steps import LargestStep
-from tests.server.test_connection import P0, Peer
-from tests.server.test_durability import answer_to, send, serving, speaking
+from tests.server.connected_peer import P0, Peer
+from tests.server.served_bucket import answer_to, send, serving, speaking
 from upr_protocol.chunk import Bundle, Chunk, CounterDelta, Mutation
 from upr_protocol.hashing import partition_of
 from upr_protocol.ids import Durability, Operation, PartitionId

@@ -6,7 +6,7 @@ from base64 import b64encode
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 import msgspec
 import pytest
@@ -18,19 +18,17 @@ from tests.kit.certificates import Authority, Certificate, Certificates
 from tests.kit.peer import Peer, sets
 from tests.kit.proxy import proxy_to
 from tests.protocol.session.kit import encoded, frames, hello
+from tests.server.users import BOB, RIGHTS, USERS, VERIFIER, address_of, server_with_users
 from upr_protocol.chunk import Bundle
 from upr_protocol.client import Address, BlockingClient, connect, consume, publisher
 from upr_protocol.errors import RemoteProtocolError, ServerError, Status, UprError
 from upr_protocol.hashing import partition_of
-from upr_protocol.limits import SCRAM_ITERATIONS_DEFAULT
 from upr_protocol.scram import EXTERNAL, SCRAM, SCRAM_PLUS, ScramClient, new_verifier
 from upr_protocol.security import Credentials, Security, TlsSettings
 from upr_protocol.transport import TlsStream, encrypted_to_server
 from upr_protocol.users import (
     BYTES_A_SECOND_MIN,
-    Grant,
     Limits,
-    Right,
     User,
     Users,
     UsersError,
@@ -50,38 +48,10 @@ from upr_protocol.wire import (
     StartLogIn,
     Stats,
 )
-from upr_server.app import Server, running_server
-from upr_server.config import BucketConfig, ServerConfig
+from upr_server.app import Server
 from upr_server.net.frame_budget import FRAME_TIMEOUT_S
 from upr_server.runtime import FAILURE_DELAY_S, FAILURES_MAX, FailedLogIns, network_of
 from upr_server.runtime.failed_log_ins import HOSTS_MAX
-from upr_server.storage.simulated import SimulatedStore
-
-RIGHTS: Final = tuple(Grant(right, "*") for right in Right)
-VERIFIER: Final = new_verifier("pencil", b"sixteen bytes...", SCRAM_ITERATIONS_DEFAULT)
-USERS: Final = Users(
-    1,
-    {
-        "alice": User("alice", None, RIGHTS),
-        "bob": User("bob", VERIFIER, RIGHTS),
-    },
-)
-BOB: Final = Credentials("bob", "pencil")
-
-
-@asynccontextmanager
-async def server_with_users(users: Users = USERS, **settings: Any) -> AsyncIterator[Server]:
-    config = ServerConfig(
-        listen="127.0.0.1:0", buckets=(BucketConfig("b", 4),), shutdown_deadline_s=0.5, **settings
-    )
-    async with running_server(config, SimulatedStore()) as server:
-        server.users.users = users
-        server.connections.resources.log_ins.failure_delay_s = 0.01
-        yield server
-
-
-def address_of(server: Server, credentials: Credentials | None = BOB) -> Address:
-    return Address.parse(server.url("b"), Security(credentials=credentials))
 
 
 def user_names(server: Server) -> list[str | None]:

@@ -7,7 +7,7 @@ from typing import Final
 
 import pytest
 
-from tests.server.test_connection import connected, make_server
+from tests.server.connected_peer import connected, make_server
 from upr_protocol.ids import HistoryId, SeqNo
 from upr_protocol.limits import PARTITIONS_MAX
 from upr_protocol.partition_map import Assignment, HistoryPoint, PartitionMap

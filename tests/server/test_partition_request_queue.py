@@ -12,10 +12,10 @@ import pytest
 import trio
 import trio.testing
 
-from tests.server.test_access import ADMIN
-from tests.server.test_backfill import HeldReads, Model
-from tests.server.test_connection import P0, Peer, connected, sets
-from tests.server.test_durability import (
+from tests.server.connected_peer import P0, Peer, connected, sets
+from tests.server.granted_peer import ADMIN
+from tests.server.modelled_partition import HeldReads, Model
+from tests.server.served_bucket import (
     BUCKET,
     MEMORY,
     PERSISTED,

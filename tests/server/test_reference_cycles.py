@@ -18,8 +18,8 @@ import trio.testing
 
 from tests.kit.placed_keys import key_in
 from tests.kit.reference_cycles import no_collections
-from tests.server.test_connection import Peer, make_server, sets
-from tests.server.test_log_in import USERS
+from tests.server.connected_peer import Peer, make_server, sets
+from tests.server.users import USERS
 from upr_kernel import pack_header
 from upr_protocol.chunk import Bundle, chunk_of_plain_sets
 from upr_protocol.errors import Status

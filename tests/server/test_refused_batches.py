@@ -9,9 +9,9 @@ import pytest
 import trio
 import trio.testing
 
-from tests.server.test_backfill import Model
-from tests.server.test_connection import P0, sets
-from tests.server.test_durability import (
+from tests.server.connected_peer import P0, sets
+from tests.server.modelled_partition import Model
+from tests.server.served_bucket import (
     MEMORY,
     answer_to,
     increment,

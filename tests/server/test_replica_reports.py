@@ -10,7 +10,7 @@ from typing import cast
 import pytest
 import trio.testing
 
-from tests.server.test_connection import P0, Peer, connected, make_server, sets
+from tests.server.connected_peer import P0, Peer, connected, make_server, sets
 from upr_protocol.chunk import Chunk, Mutation
 from upr_protocol.ids import HistoryId, Operation, PartitionId, SeqNo
 from upr_protocol.wire import ReplicaAck

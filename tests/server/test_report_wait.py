@@ -11,14 +11,7 @@ import pytest
 import trio
 import trio.testing
 
-from tests.server.test_connection import (
-    P0,
-    Peer,
-    connected,
-    make_server,
-    name_replica,
-    sets,
-)
+from tests.server.connected_peer import P0, Peer, connected, make_server, name_replica, sets
 from upr_protocol.chunk import Chunk
 from upr_protocol.ids import HistoryId, SeqNo
 from upr_protocol.wire import CloseStream, Go, PartitionSnapshot, ReplicaAck, StreamEnd

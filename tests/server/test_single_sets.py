@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 
 from tests.kit.answer_tokens import tokens_above
 from tests.kit.placed_keys import key_in
-from tests.server.test_backfill import INDEXED_S, Model
-from tests.server.test_connection import Peer, connected, make_server
-from tests.server.test_durability import BUCKET, QUOTA_BYTES
+from tests.server.connected_peer import QUOTA_BYTES, Peer, connected, make_server
+from tests.server.modelled_partition import INDEXED_S, Model
+from tests.server.served_bucket import BUCKET
 from upr_protocol.chunk import Bundle, Chunk, CounterDelta, Mutation
 from upr_protocol.errors import Status
 from upr_protocol.ids import Cas, Durability, Operation, PartitionId, PartitionState, SeqNo

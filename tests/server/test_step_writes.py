@@ -12,7 +12,7 @@ import pytest
 import trio
 import trio.testing
 
-from tests.server.test_connection import Peer, connected, make_server, sets
+from tests.server.connected_peer import Peer, connected, make_server, sets
 from upr_protocol.ids import PartitionId
 from upr_protocol.wire import Credit, CycleEnd, Go, Noop, PartitionSnapshot
 from upr_server.app import Server

@@ -3,34 +3,24 @@
 from __future__ import annotations
 
 import ssl
-from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import pytest
 import trio
 
 from tests.kit.certificates import Authority, Certificate, Certificates, encrypted
 from tests.kit.process import eventually
+from tests.server.tls_server import tls_server
 from upr_protocol.client import Address, BlockingClient, ChunkReceived, connect, consume, publisher
 from upr_protocol.errors import ServerError, TlsError
 from upr_protocol.security import Security, TlsSettings
 from upr_protocol.transport import TlsStream
 from upr_server.app import Server, running_server
-from upr_server.config import BucketConfig, ServerConfig
+from upr_server.config import ServerConfig
 from upr_server.net.turns import NetworkTurns
 from upr_server.storage.simulated import SimulatedStore
-
-
-@asynccontextmanager
-async def tls_server(certificates: Certificates, **settings: Any) -> AsyncIterator[Server]:
-    settings = {**certificates.server_settings(), **settings}
-    config = ServerConfig(
-        listen="127.0.0.1:0", buckets=(BucketConfig("b", 4),), shutdown_deadline_s=0.5, **settings
-    )
-    async with running_server(config, SimulatedStore()) as server:
-        yield server
 
 
 async def test_all_kinds_of_clients_connect_over_tls(certificates: Certificates) -> None:

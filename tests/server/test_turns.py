@@ -14,7 +14,7 @@ from trio.testing import MockClock
 
 from tests.engine.helpers import put
 from tests.kit.steps import LargestStep
-from tests.server.test_connection import QUOTA_BYTES, connected, make_server, sets
+from tests.server.connected_peer import QUOTA_BYTES, connected, make_server, sets
 from upr_protocol.failover import NOTHING_YET
 from upr_protocol.ids import PartitionId, PartitionState
 from upr_protocol.limits import PARTITIONS_MAX

@@ -12,7 +12,7 @@ from trio.testing import MockClock
 
 from tests.kit.memory_network import HOST, MemoryNetwork
 from tests.kit.placed_keys import key_in
-from tests.server.test_log_in import RIGHTS, VERIFIER
+from tests.server.users import RIGHTS, VERIFIER
 from upr_protocol.client import (
     Address,
     Client,

@@ -12,7 +12,7 @@ from pyspark.sql import SparkSession
 
 from tests.kit.certificates import Certificates
 from tests.kit.threaded import trio_thread
-from tests.server.test_log_in import server_with_users
+from tests.server.users import server_with_users
 from upr_protocol.security import Credentials
 from upr_protocol.spark.errors import OptionError
 from upr_protocol.spark.options import SourceOptions

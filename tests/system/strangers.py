@@ -33,7 +33,7 @@ from trio.to_thread import run_sync as to_thread
 from tests.fuzz.tls import HELLO
 from tests.kit.certificates import Certificates, encrypted
 from tests.kit.process import ServerProcess, many_descriptors, server_process
-from tests.server.test_log_in import BOB, USERS
+from tests.server.users import BOB, USERS
 from tests.system.test_tls import options
 from upr_protocol.client import Client, Publisher, connect, publisher
 from upr_protocol.limits import HANDSHAKE_TIMEOUT_S
