@@ -32,7 +32,7 @@ from tests.server.modelled_partition import Model
 from tests.server.test_reply_order import Reply, new_order
 from tests.server.test_step_writes import Recorder
 from tests.storage.log_model import record_of
-from tests.storage.test_store import BUCKET, create, some_write
+from tests.storage.planes import BUCKET, create, some_write
 from upr_protocol.address import Address
 from upr_protocol.bucket_event import EventFilter
 from upr_protocol.client import connect, consume, follow_events
