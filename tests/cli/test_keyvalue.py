@@ -190,5 +190,7 @@ def test_a_key_that_is_too_long_is_refused(bucket: str, run: Run) -> None:
         ["delete", "k", "k2"],
     ],
 )
-def test_usage_errors(bucket: str, run: Run, args: list[str]) -> None:
+def test_wrong_arguments_of_single_key_commands_are_usage_errors(
+    bucket: str, run: Run, args: list[str]
+) -> None:
     run(args[0], bucket, *args[1:], code=2)

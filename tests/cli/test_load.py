@@ -154,7 +154,9 @@ def test_copies_need_a_replicated_level(bucket: str, run: Run, planes: Path) -> 
         (["{empty}", "--key", "a"], "the file is empty"),
     ],
 )
-def test_usage_errors(bucket: str, run: Run, planes: Path, args: list[str], sentence: str) -> None:
+def test_wrong_arguments_of_load_are_usage_errors_that_say_why(
+    bucket: str, run: Run, planes: Path, args: list[str], sentence: str
+) -> None:
     text, empty = planes.with_suffix(".txt"), planes.with_name("empty.csv")
     text.touch()
     empty.touch()

@@ -458,5 +458,5 @@ def test_partitions_that_a_resumed_tail_adds_start_at_the_beginning(
         ["extra"],
     ],
 )
-def test_usage_errors(bucket: str, run: Run, args: list[str]) -> None:
+def test_wrong_arguments_of_tail_are_usage_errors(bucket: str, run: Run, args: list[str]) -> None:
     run("tail", bucket, *args, code=2)

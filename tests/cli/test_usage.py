@@ -38,7 +38,7 @@ def test_help_names_the_exit_codes(run: Run) -> None:
         assert f"\n    {code:<4} " in output
 
 
-def test_the_version(run: Run) -> None:
+def test_the_version_is_printed_with_the_commands_name(run: Run) -> None:
     assert run("--version").stdout.startswith("upr, version ")
 
 

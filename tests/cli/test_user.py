@@ -319,7 +319,7 @@ def test_roles_are_made_given_and_removed(
     run("user", "remove", "lea")
 
 
-def test_another_password(
+def test_a_new_password_replaces_the_old_one(
     as_ada: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, typing: Typing
 ) -> None:
     typing("old", "old")
@@ -369,7 +369,9 @@ def test_streams_end_when_the_right_is_revoked(
         (("assign", "bob", "a\u200bb"), "format character"),
     ],
 )
-def test_wrong_usage(as_ada: Run, arguments: tuple[str, ...], sentence: str) -> None:
+def test_wrong_arguments_of_user_are_usage_errors_that_say_why(
+    as_ada: Run, arguments: tuple[str, ...], sentence: str
+) -> None:
     assert sentence in as_ada("user", *arguments, code=2).stderr
 
 

@@ -15,7 +15,9 @@ from upr_protocol.client import MemoryStore, ResumeState, consume, publisher
 URL = "upr://fake/b"
 
 
-async def test_a_publisher(net: FakeNet, server: FakeServer, autojump_clock: MockClock) -> None:
+async def test_a_cancelled_publisher_leaves_no_connection_open(
+    net: FakeNet, server: FakeServer, autojump_clock: MockClock
+) -> None:
     async def work() -> None:
         async with publisher(URL, dial=net.dial, batch_mutations=2, buffer_bytes=1000) as sink:
             for index in range(12):
@@ -33,7 +35,9 @@ async def test_a_publisher(net: FakeNet, server: FakeServer, autojump_clock: Moc
     assert server.contents().keys() == {b"0", b"1", b"2", b"3", b"4", b"k", b"l"}
 
 
-async def test_a_consumer(net: FakeNet, server: FakeServer, autojump_clock: MockClock) -> None:
+async def test_a_cancelled_consumer_leaves_no_connection_open_and_continues(
+    net: FakeNet, server: FakeServer, autojump_clock: MockClock
+) -> None:
     for index in range(20):
         server.put(b"%d" % index, b"v")
     store = MemoryStore()

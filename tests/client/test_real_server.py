@@ -82,7 +82,7 @@ def cutting(
     return dial
 
 
-async def test_every_operation(server: Server) -> None:
+async def test_every_operation_has_its_effect(server: Server) -> None:
     async with connect(server.url("b")) as client:
         first = await client.add("k", "1", flags=3)
         await client.append("k", "2")
@@ -122,7 +122,7 @@ async def test_large_values_in_many_answers(server: Server) -> None:
         assert [item and item.value for item in items] == [key + value for key in keys]
 
 
-async def test_buckets(server: Server) -> None:
+async def test_buckets_are_created_listed_and_deleted(server: Server) -> None:
     async with connect(server.url()) as admin:
         await admin.create_bucket("c", 16)
         assert [bucket.name for bucket in await admin.list_buckets()] == ["b", "c"]

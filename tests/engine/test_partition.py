@@ -322,7 +322,7 @@ def test_a_value_may_not_grow_over_the_limit() -> None:
     assert read(partition) == "(0,2] k@2 ."
 
 
-def test_expected_cas() -> None:
+def test_an_operation_that_expects_another_cas_is_refused() -> None:
     partition = new_partition()
     cas = put(partition, b"k").first_cas
     for op in (SET, REPLACE, DELETE, APPEND, PREPEND, TOUCH):
@@ -357,7 +357,9 @@ def test_expected_cas() -> None:
         (DECREMENT, b"%d" % MAXIMUM, MAXIMUM, 0),
     ],
 )
-def test_counting(op: Operation, value_before: bytes, by: int, value_after: int) -> None:
+def test_counters_count_from_their_value_and_keep_flags_and_expiry(
+    op: Operation, value_before: bytes, by: int, value_after: int
+) -> None:
     partition = new_partition()
     send(partition, Mutation(SET, b"k", value_before, flags=4, expiry=5000))
     result = send(partition, Mutation(op, b"k", delta(by, initial=77), flags=1, expiry=1))
@@ -947,7 +949,7 @@ def test_a_fence_and_a_difference_in_words() -> None:
     assert partition.high_seq == 3
 
 
-def test_statistics() -> None:
+def test_statistics_count_items_writers_and_cursors() -> None:
     partition = new_partition()
     put(partition, b"a", b"b")
     send(partition, request(DELETE, b"a"), request(SET, b"c", expiry=5000))

@@ -87,7 +87,7 @@ def keys(page: Any) -> list[Any]:
     return [entry.key for entry in page.entries]
 
 
-async def test_scans(site: Site) -> None:
+async def test_scans_return_the_entries_that_they_select_in_order(site: Site) -> None:
     ask, scan = site.ask, site.asking.scan
     page = await ask(scan, "d/both", consistency="now", timestamps=True)
     assert keys(page) == [["a", n] for n in range(0, 20, 2)] + [["b", n] for n in range(1, 20, 2)]

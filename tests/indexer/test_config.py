@@ -33,7 +33,7 @@ def load(**options: Any) -> IndexerConfig:
     return load_config(None, {}, {"bucket": URL, **options})
 
 
-def test_defaults() -> None:
+def test_defaults_fit_the_machine() -> None:
     assert load() == IndexerConfig(URL)
     settings = load().settings()
     assert settings.address.bucket == "planes"
@@ -127,7 +127,7 @@ def test_a_bad_setting_is_refused_by_name(settings: dict[str, str], message: str
 NODES = "http://127.0.0.1:1,http://127.0.0.1:2/ , http://n:3"
 
 
-def test_nodes() -> None:
+def test_nodes_share_the_slices_by_their_place() -> None:
     settings = load(nodes=NODES, listen="127.0.0.1:2", replicas=1, slices=5).settings()
     membership = settings.membership
     assert membership is not None
@@ -234,7 +234,7 @@ def test_help_names_every_setting() -> None:
         assert f"[default: {IndexerConfig().listen}]" in result.output
 
 
-def test_the_version() -> None:
+def test_the_version_is_printed() -> None:
     result = command("--version")
     assert result.exit_code == 0
     assert re.fullmatch(r"upr-indexer, version \S+\n", result.output)

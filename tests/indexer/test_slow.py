@@ -204,7 +204,7 @@ async def _set_when_blocked(event: threading.Event) -> None:
     event.set()
 
 
-async def test_the_pool() -> None:
+async def test_the_pool_reserves_memory_for_scans_and_streams() -> None:
     pool = MemoryPool(POOL_BYTES)
     pool.reserve(POOL_BYTES * 3 // 4)
     assert not pool.has_room(STREAM_SHARE)

@@ -75,7 +75,7 @@ class TableMachine(RuleBasedStateMachine):
         self.tables.check()
 
 
-def test_any_interleaving() -> None:
+def test_the_table_equals_a_dict_after_any_interleaving() -> None:
     profile = settings(max_examples=100, stateful_step_count=30, deadline=None)
     case: Any = TableMachine.TestCase
     case.settings = profile

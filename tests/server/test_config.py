@@ -24,7 +24,7 @@ partitions = 8
 """
 
 
-def test_defaults() -> None:
+def test_without_settings_the_defaults_hold() -> None:
     assert load_config(None, {}, {}) == ServerConfig()
     assert ServerConfig().address() == ("127.0.0.1", 12000)
 

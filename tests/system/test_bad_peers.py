@@ -182,7 +182,7 @@ async def send_what_goes(bad: Peer, data: bytes, times: int = 1) -> None:
 # Bytes that are no message.
 
 
-async def test_random_bytes(shared_server: SharedServer) -> None:
+async def test_random_bytes_are_refused_as_no_frame(shared_server: SharedServer) -> None:
     draw = random.Random(1)
     async with attacked(shared_server) as server:
         for opened in [False, True] * 50:
@@ -196,7 +196,7 @@ async def test_random_bytes(shared_server: SharedServer) -> None:
                 await bad.expect_error(Status.BAD_MAGIC)
 
 
-async def test_damaged_frames(shared_server: SharedServer) -> None:
+async def test_a_damaged_byte_of_a_frame_is_noticed(shared_server: SharedServer) -> None:
     """Every byte of a frame but the magic is covered by one of its checksums."""
     frame = b"".join(Hello("test:peer", (VERSION,), 0, MIB, 3600).frame_buffers())
     async with attacked(shared_server) as server:
@@ -216,7 +216,7 @@ async def test_frames_of_an_unknown_message_are_refused(shared_server: SharedSer
                 await bad.expect_error(Status.UNKNOWN_MESSAGE)
 
 
-async def test_another_protocol(shared_server: SharedServer) -> None:
+async def test_a_client_of_another_protocol_hears_what_to_do(shared_server: SharedServer) -> None:
     """What a browser would hear."""
     async with (
         attacked(shared_server) as server,
@@ -226,7 +226,9 @@ async def test_another_protocol(shared_server: SharedServer) -> None:
         assert (await bad.expect_error(Status.BAD_MAGIC)).advice == ADVICE[Status.BAD_MAGIC]
 
 
-async def test_another_version(shared_server: SharedServer) -> None:
+async def test_a_client_of_another_version_hears_which_are_spoken(
+    shared_server: SharedServer,
+) -> None:
     async with attacked(shared_server) as server:
         async with peer(server.host, server.port, greeted=False) as bad:
             await bad.send(Hello("test:peer", (VERSION + 1, 200), 0, MIB, 20))

@@ -75,7 +75,7 @@ async def ask_for_all_streams(asking: Peer) -> None:
 
 
 @pytest.mark.parametrize("attack", ATTACKED, ids=lambda attack: attack.__name__)
-async def test_an_attack(attack: Attack) -> None:
+async def test_no_step_is_long_under_an_attack(attack: Attack) -> None:
     async with quick_server() as server:
         async with connect(server.url()) as client:
             await client.create_bucket(NARROW, 1)

@@ -30,7 +30,9 @@ def run_blocks(page: str, places: dict[str, str]) -> dict[str, Any]:
     return names
 
 
-def test_readme(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_programs_of_the_readme_print_what_they_should(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     with blocking_server() as server:
         server.create_bucket("planes")
         run_blocks("README.md", {ADDRESS: f"127.0.0.1:{server.port}"})
@@ -41,7 +43,7 @@ def test_readme(capsys: pytest.CaptureFixture[str]) -> None:
     ]
 
 
-def test_the_indexer(tmp_path: Path) -> None:
+def test_the_programs_of_the_indexers_page_run(tmp_path: Path) -> None:
     with blocking_server() as server:
         url = server.create_bucket("planes")
         with (
@@ -60,7 +62,7 @@ def test_the_indexer(tmp_path: Path) -> None:
     assert names["entry"].id == "N1", "the last of all"
 
 
-def test_security() -> None:
+def test_the_programs_of_the_security_page_run() -> None:
     names = run_blocks("docs/security.md", {})
     assert names["TARGET"].bucket == "planes"
     assert names["TARGET"].security == names["SECURITY"]

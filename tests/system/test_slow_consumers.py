@@ -178,7 +178,7 @@ async def watched_server(tmp_path: Path, consumer_count: int = 0) -> AsyncIterat
 
 @thorough
 @pytest.mark.timeout(600)
-async def test_nobody_follows(tmp_path: Path) -> None:
+async def test_memory_stays_within_its_bounds_though_nobody_follows(tmp_path: Path) -> None:
     async with watched_server(tmp_path) as watched:
         await watched.load(0, BEFORE, "alone, at first")
         await watched.load(BEFORE, COUNT, "alone")

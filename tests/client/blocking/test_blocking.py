@@ -95,7 +95,7 @@ def consumer(fake: ThreadedFake, **more: object) -> BlockingConsumer:
     return BlockingConsumer(URL, dial=fake.dial, **more)  # type: ignore[arg-type]
 
 
-def test_keys(fake: ThreadedFake) -> None:
+def test_items_are_written_and_read_back(fake: ThreadedFake) -> None:
     with client(fake) as kv:
         assert kv.get("k") is None
         write_result = kv.set("k", "v", flags=7)
@@ -138,7 +138,7 @@ def test_many_keys_in_several_answers(fake: ThreadedFake) -> None:
         ]
 
 
-def test_buckets(fake: ThreadedFake) -> None:
+def test_buckets_are_created_listed_and_deleted(fake: ThreadedFake) -> None:
     with client(fake, "upr://fake") as admin:
         admin.create_bucket("c", 8)
         assert [bucket.name for bucket in admin.list_buckets()] == ["b", "c"]

@@ -38,7 +38,9 @@ PERSISTED = Durability.PERSISTED
 URL = "upr://fake/b"
 
 
-async def test_keys(net: FakeNet, server: FakeServer, autojump_clock: MockClock) -> None:
+async def test_an_item_is_written_read_back_and_deleted(
+    net: FakeNet, server: FakeServer, autojump_clock: MockClock
+) -> None:
     async with connect(URL, dial=net.dial, identity="test:keys") as client:
         assert await client.get("k") is None
         write_result = await client.set("k", "v", flags=7, expiry=9)
@@ -57,7 +59,7 @@ async def test_keys(net: FakeNet, server: FakeServer, autojump_clock: MockClock)
     assert server.identities == ["test:keys"]
 
 
-async def test_counters(net: FakeNet, autojump_clock: MockClock) -> None:
+async def test_increments_give_the_new_count(net: FakeNet, autojump_clock: MockClock) -> None:
     async with connect(URL, dial=net.dial) as client:
         assert (await client.increment("n", 5)).count == 5
         assert (await client.increment("n", 5)).count == 10
@@ -167,7 +169,9 @@ async def test_get_many_splits_more_keys_than_one_request_takes(
     assert sum(key_counts) == len(keys)
 
 
-async def test_buckets(net: FakeNet, autojump_clock: MockClock) -> None:
+async def test_buckets_are_created_listed_and_deleted(
+    net: FakeNet, autojump_clock: MockClock
+) -> None:
     async with connect("upr://fake", dial=net.dial) as client:
         await client.create_bucket("c", 16, 1000)
         rows = [(b.name, b.partition_count, b.quota_bytes) for b in await client.list_buckets()]
