@@ -512,6 +512,38 @@ def test_nothing_is_written_where_the_limit_of_file_sizes_is_below_the_files(
     full.close()
 
 
+@pytest.mark.parametrize("is_lowered_late", [False, True])
+def test_a_limit_of_file_sizes_that_is_lowered_into_the_file_changes_nothing(
+    tmp_path: Path, limit_file_size: Callable[[int], None], *, is_lowered_late: bool
+) -> None:
+    """A write to free pages in the file would be cut in the middle. Key indexes, leases and maps
+    are written without a reserve."""
+    full = LmdbOrderedMap(tmp_path)
+    put(full, [(b"first", b"1"), (b"second", bytes(MAP_BYTES))])
+    with full.write() as transaction:
+        transaction.delete(b"second")
+    put(full, [(b"third", b"3")])
+    limit = MAP_BYTES // 2 + 1
+
+    def write_across_the_limit() -> None:
+        if not is_lowered_late:
+            limit_file_size(limit)
+        with full.write() as transaction:
+            transaction.put(b"second", b"x" * (MAP_BYTES // 2 + MAP_BYTES // 4))
+            limit_file_size(limit)
+
+    with pytest.raises(DiskFullError, match=r"has no room left: .*`prlimit "):
+        write_across_the_limit()
+    assert contents(full) == {b"first": b"1", b"third": b"3"}
+    limit_file_size(4 * MAP_BYTES)
+    put(full, [(b"second", b"2")])
+    full.close()
+    again = LmdbOrderedMap(tmp_path)
+    again.verify()
+    assert contents(again) == {b"first": b"1", b"second": b"2", b"third": b"3"}
+    again.close()
+
+
 @pytest.mark.parametrize("is_left", [True, False])
 def test_without_room_for_a_lock_file_a_map_is_not_opened(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_left: bool

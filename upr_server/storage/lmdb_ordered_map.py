@@ -417,10 +417,11 @@ class LmdbOrderedMap:
 
     def _is_cut_by_limit(self, error: Exception) -> bool:
         """Whether the system has cut a write at its limit of a file's size, which was lowered since
-        the file was mapped. LMDB calls that an I/O error; the file then ends at the limit."""
+        the file was mapped. LMDB calls that an I/O error. The file then ends at the limit, or did
+        so behind it before: free pages on both sides of the limit are written together."""
         if getattr(error, "code", 0) != errno.EIO:
             return False
-        return (self._path / "data.mdb").stat().st_size == _file_bytes_max()
+        return (self._path / "data.mdb").stat().st_size >= _file_bytes_max()
 
     def _damage(self, text: str, *, writing: bool = False) -> StorageError:
         """The error for a file that somebody else has changed."""
