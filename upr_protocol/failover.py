@@ -71,10 +71,16 @@ class FailoverLog:
         return self.entries[0].history_id if self.entries else HistoryId(0)
 
     def with_branch(self, history_id: HistoryId, seq: SeqNo) -> FailoverLog:
-        """The log after a new branch began at `seq`: without entries above it, and without the
-        oldest ones over the limit."""
-        older = self.up_to(seq).entries
-        return FailoverLog((FailoverEntry(history_id, seq), *older)[:FAILOVER_ENTRIES_MAX])
+        """The log after a new branch began at `seq`: without entries above it. One over the limit
+        is dropped: the oldest branch that gave no number, because without it the log says the same
+        of each number; or else the oldest. The newer half of the log stays: a node may be in one of
+        these branches, and is compared by its name."""
+        entries = [FailoverEntry(history_id, seq), *self.up_to(seq).entries]
+        if len(entries) > FAILOVER_ENTRIES_MAX:
+            oldest, half = len(entries) - 1, FAILOVER_ENTRIES_MAX // 2
+            empty = (i for i in range(oldest, half, -1) if entries[i].seq == entries[i - 1].seq)
+            del entries[next(empty, oldest)]
+        return FailoverLog(tuple(entries))
 
     def end_of(self, history_id: HistoryId) -> SeqNo:
         """The sequence number at which the branch `history_id` ended and the next one began: this
@@ -102,12 +108,12 @@ class FailoverLog:
     def history_with(self, seq: SeqNo) -> HistoryId:
         """A history by which to remember the change that this log has at `seq`, to ask a later log
         whether it contains that. The branch in which it was given; if the log does not go back so
-        far, one in its middle, because full logs drop the oldest, and failovers the newest. 0 when
-        the log is empty."""
+        far, one in its newer half, because full logs drop older ones, and failovers the newest. 0
+        when the log is empty."""
         branch = self.branch_of(seq)
         if branch or not self.entries:
             return branch
-        return self.entries[len(self.entries) // 2].history_id
+        return self.entries[len(self.entries) // 4].history_id
 
     def up_to(self, seq: SeqNo) -> FailoverLog:
         """The log without the entries above `seq`."""

@@ -46,7 +46,7 @@ OPEN_BARRIERS_MAX: Final = 64
 """Open barriers of one connection. The server stores the cookie of each."""
 
 FAILOVER_ENTRIES_MAX: Final = 25
-"""Entries that a failover log keeps; the oldest are dropped first."""
+"""Entries that a failover log keeps; those that gave no number are dropped first."""
 
 CHUNK_MUTATIONS_MAX: Final = 1 << 20
 """Mutations in one chunk: a frame of empty values would otherwise hold its reader for a second."""

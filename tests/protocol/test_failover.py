@@ -135,8 +135,11 @@ def test_a_branch_is_the_first_entry_of_the_log(
     assert branched.entries[0] == FailoverEntry(history_id, seq)
     assert branched.current == history_id
     older_entries = [entry for entry in value if entry.seq <= seq]
-    assert list(branched)[1:] == older_entries[: FAILOVER_ENTRIES_MAX - 1]
-    assert len(branched) <= FAILOVER_ENTRIES_MAX
+    if len(older_entries) < FAILOVER_ENTRIES_MAX:
+        assert list(branched)[1:] == older_entries
+    else:
+        assert len(branched) == FAILOVER_ENTRIES_MAX
+        assert set(branched.entries[1:]) < set(older_entries)
     assert all(newer.seq >= older.seq for newer, older in pairwise(branched))
 
 
@@ -154,6 +157,58 @@ def test_the_oldest_entry_is_dropped_first() -> None:
         value = value.with_branch(HistoryId(history), SeqNo(history))
     assert len(value) == FAILOVER_ENTRIES_MAX
     assert value.pairs()[-1] == (3, 3)
+
+
+def test_a_history_without_a_change_is_dropped_before_one_that_has_some() -> None:
+    """A server that is killed at each start, and in whose life nobody writes, keeps its consumers:
+    they continue where they were."""
+    value = log((A, 0)).with_branch(B, SeqNo(7))
+    for history in range(100, 100 + 2 * FAILOVER_ENTRIES_MAX):
+        value = value.with_branch(HistoryId(history), SeqNo(9))
+    assert len(value) == FAILOVER_ENTRIES_MAX
+    assert value.pairs()[-3:] == [(100 + FAILOVER_ENTRIES_MAX + 2, 9), (B, 7), (A, 0)]
+    # A node that was away must be compared by the history that it is in.
+    assert value.pairs()[: FAILOVER_ENTRIES_MAX // 2] == [
+        (history, 9)
+        for history in range(
+            99 + 2 * FAILOVER_ENTRIES_MAX, 99 + FAILOVER_ENTRIES_MAX * 3 // 2 + 1, -1
+        )
+    ]
+    for client in (position(log((A, 0)), 7), position(log((B, 7), (A, 0)), 9)):
+        assert isinstance(decide(value, 9, client), Start)
+
+
+def test_the_newer_half_of_a_full_log_stays() -> None:
+    value = log((1, 0))
+    for history in range(2, FAILOVER_ENTRIES_MAX + 1):
+        value = value.with_branch(HistoryId(history), SeqNo(history))
+    value = value.with_branch(HistoryId(99), SeqNo(FAILOVER_ENTRIES_MAX))
+    assert value.pairs()[1] == (FAILOVER_ENTRIES_MAX, FAILOVER_ENTRIES_MAX)
+
+
+@given(st.lists(st.sampled_from([(0, 0), (0, 0), (0, 0), (1, 0), (1, 1), (2, 1)]), min_size=30))
+def test_a_full_log_of_few_changes_decides_like_one_without_a_limit(
+    lives: list[tuple[int, int]],
+) -> None:
+    """Each life gives some numbers and loses some of the newest. A client is there when they are
+    lost."""
+    limited, unlimited, high = log((1, 0)), [FailoverEntry(HistoryId(1), ZERO)], 0
+    clients = [NOTHING_YET]
+    for history, (given_numbers, lost_numbers) in enumerate(lives, 2):
+        high += given_numbers
+        clients.append(position(limited, high))
+        high = max(0, high - lost_numbers)
+        entry = FailoverEntry(HistoryId(history), SeqNo(high))
+        limited = limited.with_branch(entry.history_id, entry.seq)
+        unlimited = [entry, *(older for older in unlimited if older.seq <= high)]
+        assume(len({older.seq for older in unlimited}) < FAILOVER_ENTRIES_MAX // 2)
+    for client in clients:
+        decisions = {
+            # The reason may be another one.
+            attrs.evolve(decide(server, high, client), reason=StartReason.BRANCHED)
+            for server in (limited, FailoverLog(tuple(unlimited)))
+        }
+        assert len(decisions) == 1, decisions
 
 
 def test_a_history_begins_once() -> None:

@@ -151,8 +151,8 @@ def test_a_restarted_active_goes_on_though_its_log_no_longer_names_the_takeover(
     taken_over = Assignment("a", {"b": ""}, continues_from=HistoryPoint(HistoryId(7), SeqNo(20)))
     partition = replica_at(25)
     failover_log = partition.failover_log
-    for history_id in range(100, 100 + FAILOVER_ENTRIES_MAX):
-        failover_log = failover_log.with_branch(HistoryId(history_id), SeqNo(25))
+    for seq in range(1, 1 + FAILOVER_ENTRIES_MAX):
+        failover_log = failover_log.with_branch(HistoryId(100 + seq), SeqNo(seq))
     partition.change_state(PartitionState.REPLICA, failover_log)
     pairs = log_after(partition, taken_over, was_active=True, has_taken_over=True, is_clean=True)
     assert pairs[0] == (99, 25)
