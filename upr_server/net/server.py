@@ -264,40 +264,11 @@ class ConnectionServer:
         Raises:
             ServerError: There is no such bucket.
         """
-        resources, catalog = self.resources, self.resources.catalog
         if bucket_name:
-            bucket = catalog.bucket(bucket_name)
-            disk = catalog.disks[bucket]
-            book = disk.leases
-            # All but the lists' rows is read first: the bucket may be deleted between the steps.
-            of_bucket = {
-                "bucket": bucket_name,
-                **bucket.statistics(),
-                **disk.statistics(),
-                **resources.partition_maps.statistics(bucket_name),
-            }
-            leases = book.statistics()
-            lease_rows, consumer_rows = book.list_held(), book.list_consumers()
-            leases["leases"] = yield from lease_rows
-            leases["consumers"] = yield from consumer_rows
-            return {**of_bucket, "leases": leases}
+            return (yield from self._bucket_statistics(bucket_name))
+        resources, catalog = self.resources, self.resources.catalog
         figures: dict[str, object] = {
-            "server": {
-                "identity": resources.identity,
-                "uptime_s": trio.current_time() - self._started_at,
-                "connections": len(self.connections),
-                "connections_refused": self._refused_count,
-                "audit_lines_lost": 0
-                if resources.audit_log is None
-                else resources.audit_log.lost_lines,
-                "log_ins_failed": resources.log_ins.failures.failure_count,
-                "log_ins_refused": resources.log_ins.failures.refusal_count,
-                "longest_turn_s": round(resources.turn_timer.longest_turn_s, 6),
-                "longest_step_s": round(resources.turn_timer.longest_step_s, 6),
-                "longest_step_task": resources.turn_timer.longest_step_task,
-                "frame_bytes_under_way": resources.frame_budget.used_bytes,
-                "frames_dropped": resources.frame_budget.dropped_count,
-            },
+            "server": self._server_figures(),
             "buckets_left_out": max(0, len(catalog.buckets) - BUCKETS_TOLD_MAX),
             "damaged_buckets": dict(islice(catalog.damaged.items(), BUCKETS_TOLD_MAX)),
             "events": {} if resources.events is None else resources.events.statistics(),
@@ -317,6 +288,43 @@ class ConnectionServer:
             if len(connections) % STEP_CONNECTIONS == 0:
                 yield
         return {**figures, "buckets": buckets, "connections": connections}
+
+    def _bucket_statistics(self, name: str) -> Generator[None, None, dict[str, object]]:
+        resources, catalog = self.resources, self.resources.catalog
+        bucket = catalog.bucket(name)
+        disk = catalog.disks[bucket]
+        book = disk.leases
+        # All but the lists' rows is read first: the bucket may be deleted between the steps.
+        figures = {
+            "bucket": name,
+            **bucket.statistics(),
+            **disk.statistics(),
+            **resources.partition_maps.statistics(name),
+        }
+        leases = book.statistics()
+        lease_rows, consumer_rows = book.list_held(), book.list_consumers()
+        leases["leases"] = yield from lease_rows
+        leases["consumers"] = yield from consumer_rows
+        return {**figures, "leases": leases}
+
+    def _server_figures(self) -> dict[str, object]:
+        resources = self.resources
+        failures, turn_timer = resources.log_ins.failures, resources.turn_timer
+        audit_log = resources.audit_log
+        return {
+            "identity": resources.identity,
+            "uptime_s": trio.current_time() - self._started_at,
+            "connections": len(self.connections),
+            "connections_refused": self._refused_count,
+            "audit_lines_lost": 0 if audit_log is None else audit_log.lost_lines,
+            "log_ins_failed": failures.failure_count,
+            "log_ins_refused": failures.refusal_count,
+            "longest_turn_s": round(turn_timer.longest_turn_s, 6),
+            "longest_step_s": round(turn_timer.longest_step_s, 6),
+            "longest_step_task": turn_timer.longest_step_task,
+            "frame_bytes_under_way": resources.frame_budget.used_bytes,
+            "frames_dropped": resources.frame_budget.dropped_count,
+        }
 
 
 def _peer_of(stream: trio.abc.HalfCloseableStream) -> str:
