@@ -95,12 +95,6 @@ async def serve(config: ServerConfig, on_listening: Callable[[Server], None]) ->
             port=server.port,
             encrypted=server.certificates is not None,
         )
-        if upr_kernel.BUILD != upr_kernel.NATIVE:
-            log.warning(
-                "the kernel runs in Python, and is slower than in C: install a C compiler, and "
-                "then upr-server again",
-                kernel=upr_kernel.BUILD,
-            )
         if connections_max < connections_wanted:
             log.warning(
                 "fewer connections than connections_max: the system allows too few open files "
@@ -109,18 +103,7 @@ async def serve(config: ServerConfig, on_listening: Callable[[Server], None]) ->
                 connections_max=connections_wanted,
                 open_files=files_max,
             )
-        if not NODE_NAME.fullmatch(server.partition_maps.node):
-            log.warning(
-                "no partition map can name this server: set node to 1 to 100 letters, digits, "
-                "dots, underscores or hyphens before it gets replicas",
-                node=server.partition_maps.node,
-            )
-        if config.insecure_no_authentication and not is_loopback(server.host):
-            log.warning(
-                "insecure_no_authentication: strangers in this network may be able to read and "
-                "change everything",
-                host=server.host,
-            )
+        _warn_of_settings(server, config)
 
     reason, is_complete = "", False
     try:
@@ -135,6 +118,28 @@ async def serve(config: ServerConfig, on_listening: Callable[[Server], None]) ->
         return ""
     log.error("mutations in memory are lost", reason=reason, mutations=unsaved)
     return reason
+
+
+def _warn_of_settings(server: Server, config: ServerConfig) -> None:
+    """Logs what an operator may not know, or not want."""
+    if upr_kernel.BUILD != upr_kernel.NATIVE:
+        log.warning(
+            "the kernel runs in Python, and is slower than in C: install a C compiler, and then "
+            "upr-server again",
+            kernel=upr_kernel.BUILD,
+        )
+    if not NODE_NAME.fullmatch(server.partition_maps.node):
+        log.warning(
+            "no partition map can name this server: set node to 1 to 100 letters, digits, dots, "
+            "underscores or hyphens before it gets replicas",
+            node=server.partition_maps.node,
+        )
+    if config.insecure_no_authentication and not is_loopback(server.host):
+        log.warning(
+            "insecure_no_authentication: strangers in this network may be able to read and change "
+            "everything",
+            host=server.host,
+        )
 
 
 def connections_within(files_max: int) -> int:
