@@ -429,17 +429,15 @@ def scan(
     is_summary = count or min_key or max_key
     if is_summary and limit is not None:
         raise click.UsageError("--count, --min and --max look at all entries; leave out --limit")
-    between = _between(low, high, from_exclusive=from_exclusive, to_exclusive=to_exclusive)
-    if consistency == "at_least" and not written:
-        raise click.UsageError("--consistency at_least needs --written, a change to wait for")
-    if written and consistency == "now":
-        consistency = "at_least"
-    ranges_to_scan = [IndexRange(prefix=prefix) for prefix in prefixes]
-    ranges_to_scan += [IndexRange(low=lowest, high=highest) for lowest, highest in ranges]
-    ranges_to_scan += between
-    range_: dict[str, Any] = {"ranges": ranges_to_scan or [{}], "distinct": distinct or 0}
-    freshness: dict[str, Any] = {
-        "consistency": consistency,
+    ranges_to_scan = [
+        *(IndexRange(prefix=prefix) for prefix in prefixes),
+        *(IndexRange(low=lowest, high=highest) for lowest, highest in ranges),
+        *_between(low, high, from_exclusive=from_exclusive, to_exclusive=to_exclusive),
+    ]
+    query: dict[str, Any] = {
+        "ranges": ranges_to_scan or [{}],
+        "distinct": distinct or 0,
+        "consistency": _consistency(consistency, written),
         "written": written,
         "timeout_s": timeout,
     }
@@ -447,23 +445,32 @@ def scan(
     page_limit = min(limit or _ENTRIES_MAX, _ENTRIES_MAX)
     with _indexer(url) as client:
         if explain:
-            explain_options: dict[str, Any] = {
+            explanation = client.explain(
+                name,
                 **summary_options,
-                "descending": descending,
-                "limit": None if is_summary else page_limit,
-            }
-            print_json(client.explain(name, **explain_options, **range_, **freshness), indent=2)
+                **query,
+                descending=descending,
+                limit=None if is_summary else page_limit,
+            )
+            print_json(explanation, indent=2)
             return
         if is_summary:
-            summary = client.summarize(name, **summary_options, **range_, **freshness)
+            summary = client.summarize(name, **summary_options, **query)
             print_json(summary.count if count and not (min_key or max_key) else summary)
             return
-        entries = client.scan_all(
-            name, **range_, **freshness, descending=descending, limit=page_limit
-        )
+        entries = client.scan_all(name, **query, descending=descending, limit=page_limit)
         with closing(entries):
             for entry in islice(entries, limit):
                 print_json(entry)
+
+
+def _consistency(
+    consistency: Literal["any", "at_least", "now"], written: tuple[WriteResult, ...]
+) -> Literal["any", "at_least", "now"]:
+    """How fresh the index must be. With --written, the default means at least these changes."""
+    if consistency == "at_least" and not written:
+        raise click.UsageError("--consistency at_least needs --written, a change to wait for")
+    return "at_least" if written and consistency == "now" else consistency
 
 
 def _between(
