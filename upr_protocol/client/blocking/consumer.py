@@ -80,11 +80,7 @@ class BlockingConsumer:
     ) -> None:
         address = (Address.parse(target) if isinstance(target, str) else target).with_bucket()
         self.address = address
-        self._store = FileStore(resume) if isinstance(resume, str | os.PathLike) else None
-        saved_state = self._store.load_now() if self._store else resume
-        assert not isinstance(saved_state, str | os.PathLike)
-        saved_state = saved_state or ResumeState(address.bucket)
-        processed_state = saved_state.of_stream(address.bucket, key_prefix)
+        self._store, processed_state = _load(resume, address.bucket, key_prefix)
         subscription = Subscription(
             partitions,
             start == "now",
@@ -294,3 +290,13 @@ class BlockingConsumer:
     def _save_when_due(self) -> None:
         if self._store is not None and self._tracker.schedule.due_at <= time.monotonic():
             self.save()
+
+
+def _load(
+    resume: ResumeState | str | os.PathLike[str] | None, bucket: str, key_prefix: bytes
+) -> tuple[FileStore | None, ResumeState]:
+    """The file to save to, if `resume` names one, and a copy of the state to resume from."""
+    store = FileStore(resume) if isinstance(resume, str | os.PathLike) else None
+    saved_state = store.load_now() if store else resume
+    assert not isinstance(saved_state, str | os.PathLike)
+    return store, (saved_state or ResumeState(bucket)).of_stream(bucket, key_prefix)
