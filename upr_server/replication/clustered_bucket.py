@@ -11,7 +11,7 @@ makes it refuse writes. And a node streams only to replicas that its own map nam
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from typing import Final
 
 import attrs
@@ -206,6 +206,31 @@ class ClusteredBucket:
         # The next active is told that everything up to the last number is here: a crash after this
         # must not take it back.
         await self._persist(list(demoted_logs))
+        changes = await self._role_changes(new_map, states, demoted_logs)
+        # One commit: after a crash the disk has the map and all of its records, or none of them.
+        records: list[tuple[PartitionId, PartitionRecord]] = []
+        for change in changes:
+            records.append((change.partition.id, _record_of(change)))
+            if len(records) % STEP_PARTITIONS == 0:
+                await trio.lowlevel.checkpoint()
+        document = await run_steps(new_map.encode_in_steps())
+        # The call names the bucket, and another of its name may be there by now.
+        self.disk.maintenance.check_not_deleted()
+        damages = await self.disk.store.ask(PutPartitionMap(new_map.bucket, document, records))
+        return [
+            attrs.evolve(change, damage=damage)
+            if (damage := damages.get(change.partition.id, ""))
+            else change
+            for change in changes
+        ]
+
+    async def _role_changes(
+        self,
+        new_map: PartitionMap,
+        states: dict[Partition, PartitionState],
+        demoted_logs: Container[Partition],
+    ) -> list[RoleChange]:
+        """What `new_map` changes in this node's partitions."""
         is_confirming = not self.is_confirmed and new_map.revision == self.map.revision
         changes: list[RoleChange] = []
         for count, (partition, state) in enumerate(states.items(), 1):
@@ -231,22 +256,7 @@ class ClusteredBucket:
                 changes.append(change)
             if count % STEP_PARTITIONS == 0:
                 await trio.lowlevel.checkpoint()
-        # One commit: after a crash the disk has the map and all of its records, or none of them.
-        records: list[tuple[PartitionId, PartitionRecord]] = []
-        for change in changes:
-            records.append((change.partition.id, _record_of(change)))
-            if len(records) % STEP_PARTITIONS == 0:
-                await trio.lowlevel.checkpoint()
-        document = await run_steps(new_map.encode_in_steps())
-        # The call names the bucket, and another of its name may be there by now.
-        self.disk.maintenance.check_not_deleted()
-        damages = await self.disk.store.ask(PutPartitionMap(new_map.bucket, document, records))
-        return [
-            attrs.evolve(change, damage=damage)
-            if (damage := damages.get(change.partition.id, ""))
-            else change
-            for change in changes
-        ]
+        return changes
 
     async def _persist(self, partitions: list[Partition]) -> None:
         with trio.move_on_after(PERSIST_S):
