@@ -206,31 +206,10 @@ class BucketCatalog:
 
     async def _recover(self, stored_bucket: StoredBucket) -> None:
         record = stored_bucket.record
-        for partition, damage in stored_bucket.reindex_reasons.items():
-            log.error(
-                "damaged key index; rebuilding it",
-                bucket=record.name,
-                partition=partition,
-                damage=damage,
-            )
-        for partition, stored_partition in enumerate(stored_bucket.partitions):
-            if stored_partition.damage:
-                log.error(
-                    "damaged partition; the others are served; run upr-server check",
-                    bucket=record.name,
-                    partition=partition,
-                    damage=stored_partition.damage,
-                )
+        _log_damage(stored_bucket)
         images, changed = recover_partitions(stored_bucket, self._new_id)
         # This removes the marker of a clean stop: from now on the next start notices a crash.
         await self._store.ask(StartServing(record.name, changed))
-        for lease_id, damage in stored_bucket.damaged_leases.items():
-            log.error(
-                "damaged lease; it is lost",
-                bucket=record.name,
-                lease=f"{lease_id:016x}",
-                damage=damage,
-            )
         log.info(
             "bucket recovered",
             bucket=record.name,
@@ -457,3 +436,22 @@ class BucketCatalog:
                     await trio.lowlevel.checkpoint()
                 if failure is not None:
                     raise failure
+
+
+def _log_damage(stored_bucket: StoredBucket) -> None:
+    """Logs what the store has found to be damaged as it opened a bucket."""
+    name = stored_bucket.record.name
+    for partition, damage in stored_bucket.reindex_reasons.items():
+        log.error(
+            "damaged key index; rebuilding it", bucket=name, partition=partition, damage=damage
+        )
+    for partition, stored_partition in enumerate(stored_bucket.partitions):
+        if stored_partition.damage:
+            log.error(
+                "damaged partition; the others are served; run upr-server check",
+                bucket=name,
+                partition=partition,
+                damage=stored_partition.damage,
+            )
+    for lease_id, damage in stored_bucket.damaged_leases.items():
+        log.error("damaged lease; it is lost", bucket=name, lease=f"{lease_id:016x}", damage=damage)
