@@ -15,7 +15,15 @@ import trio
 from pyspark import InheritableThread
 from pyspark.errors import AnalysisException, PySparkException
 from pyspark.sql import DataFrame, Row, SparkSession
-from pyspark.sql.types import ArrayType, DataType, IntegerType, StringType, StructField, StructType
+from pyspark.sql.types import (
+    ArrayType,
+    DataType,
+    DecimalType,
+    IntegerType,
+    StringType,
+    StructField,
+    StructType,
+)
 
 from tests.kit.effort import effort
 from tests.spark.bucket import made_anew
@@ -461,6 +469,11 @@ def test_a_read_begins_and_ends_at_times(spark: SparkSession, new_bucket: NewBuc
         ({"keyPrefix": "x" * 251}, "the option keyPrefix has 251 bytes in UTF-8"),
         ({"startingOffsets": '{"0": -1}'}, "numbers by partition like"),
         ({"endingOffsets": "{"}, "numbers by partition like"),
+        ({"startingOffsets": "17"}, 'earliest, latest, or numbers by partition like {"0": 17'),
+        ({"endingOffsets": "[17]"}, 'use latest, or numbers by partition like {"0": 17'),
+        ({"startingOffsets": '{"0": 1, "00": 2}'}, "numbers by partition like"),
+        ({"startingOffsets": '{"1_0": 1}'}, "numbers by partition like"),
+        ({"minPartitions": "1_0"}, "no whole number from 1 to"),
         ({"leaseSeconds": "0"}, "no whole number from 1 to 86400"),
         (
             {"startingTimestamp": "2026-01-31"},
@@ -470,6 +483,7 @@ def test_a_read_begins_and_ends_at_times(spark: SparkSession, new_bucket: NewBuc
         ({"startingTimestamp": "9" * 5000}, "which is no time in milliseconds since 1970"),
         ({"startingTimestamp": 10**14}, "which is no time in milliseconds since 1970"),
         ({"startingTimestamp": "5²"}, "the option startingTimestamp"),
+        ({"startingTimestamp": "١٢"}, "is not a date and time"),
         ({"inferSample": 10}, "the option inferSample needs valueSchema=infer"),
         ({"inferSample": 10, "valueSchema": "a INT"}, "the option inferSample needs valueSchema"),
         ({"leaseSeconds": 5, "stability": "any"}, "the option leaseSeconds needs stability"),
@@ -512,10 +526,26 @@ def test_an_option_that_is_only_for_streams_is_refused(
 
 
 @pytest.mark.parametrize(
+    ("option", "is_for_streams"),
+    [("maxOffsetsPerTrigger", True), ("onRollback", True), ("endingOffsets", False)],
+)
+def test_an_option_of_the_other_kind_is_named_as_such(option: str, is_for_streams: bool) -> None:
+    """It was said that there is no such option, though the documents have it."""
+    kind = "a stream" if is_for_streams else "a read"
+    with pytest.raises(OptionError, match=f"the option {option} is for {kind}, and this is"):
+        ReadOptions.parse({"url": "upr://localhost/b", option: "5"}, streaming=not is_for_streams)
+
+
+@pytest.mark.parametrize(
     ("name", "kind", "sentence"),
     [
         ("key", IntegerType(), "the column key is binary or string, and not int"),
         ("colour", StringType(), "there is no column colour"),
+        (
+            "value",
+            StructType([StructField("price", DecimalType(5, 2))]),
+            "leave that field out, or ask for the value as string and use from_json",
+        ),
     ],
 )
 def test_columns_that_there_are_not(name: str, kind: DataType, sentence: str) -> None:

@@ -108,7 +108,7 @@ def options_of_buckets(options: ReadOptions) -> list[ReadOptions]:
         if not names:
             raise PipelineError(
                 "UPR_NO_BUCKET",
-                f"{options.address}: no bucket has a name that bucketPattern matches, which is "
+                f"{options.address}: bucketPattern matches the whole name of no bucket; it is "
                 f"{options.bucket_pattern.pattern!r}",
             )
     options.check_bucket_names(names)
@@ -216,7 +216,8 @@ def _bounds(
         if end_seq > newest_seq or start_seq > (newest_seq if has_time else end_seq):
             raise OptionError(
                 f"partition {partition} of {options.address.bucket} cannot be read from "
-                f"{start_seq} to {end_seq}: it has numbers up to {newest_seq}"
+                f"{start_seq} to {end_seq}: it has numbers up to {newest_seq}. Correct "
+                "startingOffsets or endingOffsets"
             )
         bounds.append((partition, SeqNo(min(start_seq, end_seq)), SeqNo(end_seq)))
     return bounds

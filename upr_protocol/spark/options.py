@@ -7,6 +7,7 @@ options were looked up, and refuses the others.
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from typing import Final, TypeVar
@@ -23,6 +24,8 @@ _OF_TABLES: Final = frozenset({"owner", "provider"})
 """Properties that Spark hands over as options when `CREATE TABLE` asks for the columns."""
 
 _IN_SQL: Final = "CREATE TEMPORARY VIEW planes USING upr OPTIONS (url 'upr://host:port/bucket')"
+
+_NUMBER: Final = re.compile(r"[0-9]+")
 
 TIMEOUT_S_DEFAULT: Final = 600
 """A server that is not there for so long wants a person."""
@@ -86,8 +89,9 @@ class SourceOptions:
         text = self.text(name, None)
         if text is None:
             return default
+        # Python's own rules are wider: `1_0`, and digits of other scripts.
         with suppress(ValueError):
-            value = int(text)
+            value = int(text) if _NUMBER.fullmatch(text) else -1
             if low <= value <= high:
                 return value
         raise OptionError(
@@ -143,6 +147,20 @@ class SourceOptions:
                 "password, on the driver and on each executor"
             )
         return Credentials(user, password_file=password_file) if user else None
+
+    def refuse(self, names: Iterable[str], reason: str) -> None:
+        """Refuses options that there are, and that are not for what is asked here.
+
+        Args:
+            names: The options.
+            reason: What they are for, and what to do.
+
+        Raises:
+            OptionError: One of them was given.
+        """
+        for name in names:
+            if name.lower() in self._values:
+                raise OptionError(f"the option {name} {reason}")
 
     def refuse_unknown(self) -> None:
         """Refuses the options that were not looked up.

@@ -34,7 +34,7 @@ def time_option(options: SourceOptions, name: str, other_name: str) -> datetime 
         return None
     if options.text(other_name, None) is not None:
         raise OptionError(f"the options {name} and {other_name} exclude each other")
-    if not text.isdecimal():
+    if not (text.isascii() and text.isdecimal()):
         try:
             return parse_timestamp(text)
         except ValueError as error:
@@ -55,8 +55,8 @@ def offsets_option(
     """A word, or a number for each partition, as JSON: `{"0": 17, "3": 4}`; and of several buckets
     the numbers of each: `{"planes": {"0": 17}}`."""
     text = options.text(name, default)
-    if not text.lstrip().startswith("{"):
-        return options.choice(name, default, words), {}
+    if text.lower() in words:
+        return text.lower(), {}
     try:
         if by_bucket:
             decoded = msgspec.json.decode(text, type=dict[str, dict[str, int]])
@@ -72,10 +72,14 @@ def offsets_option(
 
 
 def _numbers(seq_of_text: Mapping[str, int]) -> dict[int, int]:
-    numbers = {int(partition): seq for partition, seq in seq_of_text.items()}
-    for partition, seq in numbers.items():
+    numbers: dict[int, int] = {}
+    for text, seq in seq_of_text.items():
+        # A partition has one name, so that none is named twice.
+        if text != str(partition := int(text)):
+            raise ValueError(f"{text!r} is not a partition")
         if not (0 <= partition < PARTITIONS_END and 0 <= seq < SEQ_MAX):
             raise ValueError(f"partition {partition} cannot have the number {seq}")
+        numbers[partition] = seq
     return numbers
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from datetime import datetime
-from typing import Final, Self
+from typing import Any, Final, Self
 
 import attrs
 
@@ -31,6 +31,14 @@ DELAY_S_DEFAULT: Final = 900.0
 TASK_BYTES_DEFAULT: Final = 64 * 1024 * 1024
 """A task costs Spark some 50 ms, whatever it does: this much takes it longer."""
 
+_OF_STREAMS: Final = (
+    *("onRollback", "consumerName", "minOffsetsPerTrigger", "maxTriggerDelay"),
+    *("maxOffsetsPerTrigger", "maxBytesPerTrigger"),
+)
+_OF_READS: Final = (
+    *("deduplicate", "endingOffsets", "endingTimestamp"),
+    *("index", "indexer", "indexPrefix", "indexFrom", "indexTo"),
+)
 
 INFER: Final = "infer"
 """The `value_schema` that is to be inferred."""
@@ -38,7 +46,7 @@ INFER: Final = "infer"
 INFER_SAMPLE_DEFAULT: Final = 1000
 
 
-@attrs.frozen
+@attrs.frozen(kw_only=True)
 class ReadOptions:
     """Options of a read or a stream, as docs/spark.md describes them.
 
@@ -87,24 +95,24 @@ class ReadOptions:
     start: str | Mapping[int, int]
     start_time: datetime | None
     bucket_starts: Mapping[str, Mapping[int, int]]
-    end: str | Mapping[int, int]
-    end_time: datetime | None
-    bucket_ends: Mapping[str, Mapping[int, int]]
-    index: IndexQuery | None
+    end: str | Mapping[int, int] = "latest"
+    end_time: datetime | None = None
+    bucket_ends: Mapping[str, Mapping[int, int]] = attrs.field(factory=dict)
+    index: IndexQuery | None = None
     metadata: bool
     include_value: bool
     value_schema: str
     infer_sample: int
-    deduplicate: bool
+    deduplicate: bool = False
     durable: bool
-    marks_rollback: bool
-    rewinds: bool
+    marks_rollback: bool = False
+    rewinds: bool = False
     fails_on_data_loss: bool
-    consumer_name: str
-    min_rows: int | None
-    delay_s: float
-    max_rows: int | None
-    max_bytes: int | None
+    consumer_name: str = ""
+    min_rows: int | None = None
+    delay_s: float = DELAY_S_DEFAULT
+    max_rows: int | None = None
+    max_bytes: int | None = None
     task_bytes: int
     min_tasks: int
     lease_s: int
@@ -122,84 +130,42 @@ class ReadOptions:
             OptionError: One is missing, unknown, or wrong.
         """
         options = SourceOptions(texts)
+        if streaming:
+            options.refuse(_OF_READS, "is for a read, and this is a stream: leave it out")
+        elif streaming is False:
+            options.refuse(_OF_STREAMS, "is for a stream, and this is a read: leave it out")
         buckets, bucket_pattern = _buckets(options)
         are_several = bool(buckets or bucket_pattern)
         address = options.address(has_bucket=not are_several)
-        partitions = partitions_option(options)
-        key = _key_bytes(options, "key", low=1)
-        key_prefix = _key_bytes(options, "keyPrefix", low=0) or b""
-        if key is not None and (partitions or key_prefix):
-            raise OptionError(
-                "the option key excludes partitions and keyPrefix: a key has one partition"
-            )
+        partitions, key, key_prefix = _keys(options)
         start, bucket_starts = offsets_option(
             options, "startingOffsets", "earliest", ("earliest", "latest"), by_bucket=are_several
         )
-        start_time = time_option(options, "startingTimestamp", "startingOffsets")
-        metadata = options.flag("metadata", default=True)
         include_value = options.flag("includeValue", default=True)
         value_schema = _value_schema(options, include_value=include_value)
-        infer_sample = _infer_sample(options, value_schema)
         durable = options.choice("stability", "durable", ("durable", "any")) == "durable"
-        fails = options.flag("failOnDataLoss", default=True)
-        task_bytes = options.number("maxPartitionBytes", TASK_BYTES_DEFAULT, low=1)
-        min_tasks = options.number("minPartitions", 1, low=1, high=TASKS_MAX)
-        lease_s = _lease_s(options, durable=durable)
-        timeout_s = options.timeout_s()
-        end: str | Mapping[int, int] = "latest"
-        end_time: datetime | None = None
-        bucket_ends: Mapping[str, Mapping[int, int]] = {}
-        index: IndexQuery | None = None
-        deduplicate, marks_rollback, rewinds, max_rows, max_bytes = False, False, False, None, None
-        consumer_name, min_rows, delay_s = "", None, DELAY_S_DEFAULT
-        if streaming is not False:
-            on_rollback = options.choice("onRollback", "fail", ("fail", "marker", "rewind"))
-            marks_rollback = on_rollback != "fail"
-            rewinds = on_rollback == "rewind"
-            consumer_name = _consumer_name(options)
-            min_rows = options.number("minOffsetsPerTrigger", None, low=1)
-            delay_s = _delay_s(options, min_rows)
-            max_rows = options.number("maxOffsetsPerTrigger", None, low=1)
-            max_bytes = options.number("maxBytesPerTrigger", None, low=1)
-        if not streaming:
-            deduplicate = options.flag("deduplicate", default=False)
-            index = index_query(options, address)
-            end, bucket_ends = offsets_option(
-                options, "endingOffsets", "latest", ("latest",), by_bucket=are_several
-            )
-            end_time = time_option(options, "endingTimestamp", "endingOffsets")
         parsed = cls(
-            address,
-            buckets,
-            bucket_pattern,
-            partitions,
-            key,
-            key_prefix,
-            start,
-            start_time,
-            bucket_starts,
-            end,
-            end_time,
-            bucket_ends,
-            index,
-            metadata,
-            include_value,
-            value_schema,
-            infer_sample,
-            deduplicate,
-            durable,
-            marks_rollback,
-            rewinds,
-            fails,
-            consumer_name,
-            min_rows,
-            delay_s,
-            max_rows,
-            max_bytes,
-            task_bytes,
-            min_tasks,
-            lease_s,
-            timeout_s,
+            address=address,
+            buckets=buckets,
+            bucket_pattern=bucket_pattern,
+            partitions=partitions,
+            key=key,
+            key_prefix=key_prefix,
+            start=start,
+            start_time=time_option(options, "startingTimestamp", "startingOffsets"),
+            bucket_starts=bucket_starts,
+            metadata=options.flag("metadata", default=True),
+            include_value=include_value,
+            value_schema=value_schema,
+            infer_sample=_infer_sample(options, value_schema),
+            durable=durable,
+            fails_on_data_loss=options.flag("failOnDataLoss", default=True),
+            task_bytes=options.number("maxPartitionBytes", TASK_BYTES_DEFAULT, low=1),
+            min_tasks=options.number("minPartitions", 1, low=1, high=TASKS_MAX),
+            lease_s=_lease_s(options, durable=durable),
+            timeout_s=options.timeout_s(),
+            **({} if streaming is False else _of_stream(options)),
+            **({} if streaming else _of_read(options, address, by_bucket=are_several)),
         )
         parsed._check_together(streaming=streaming)
         options.refuse_unknown()
@@ -285,6 +251,47 @@ class ReadOptions:
             end=self.bucket_ends.get(bucket, self.end),
             bucket_ends={},
         )
+
+
+def _of_stream(options: SourceOptions) -> dict[str, Any]:
+    """The attributes of a stream alone."""
+    on_rollback = options.choice("onRollback", "fail", ("fail", "marker", "rewind"))
+    min_rows = options.number("minOffsetsPerTrigger", None, low=1)
+    return {
+        "marks_rollback": on_rollback != "fail",
+        "rewinds": on_rollback == "rewind",
+        "consumer_name": _consumer_name(options),
+        "min_rows": min_rows,
+        "delay_s": _delay_s(options, min_rows),
+        "max_rows": options.number("maxOffsetsPerTrigger", None, low=1),
+        "max_bytes": options.number("maxBytesPerTrigger", None, low=1),
+    }
+
+
+def _of_read(options: SourceOptions, address: Address, *, by_bucket: bool) -> dict[str, Any]:
+    """The attributes of a read alone."""
+    end, bucket_ends = offsets_option(
+        options, "endingOffsets", "latest", ("latest",), by_bucket=by_bucket
+    )
+    return {
+        "deduplicate": options.flag("deduplicate", default=False),
+        "index": index_query(options, address),
+        "end": end,
+        "bucket_ends": bucket_ends,
+        "end_time": time_option(options, "endingTimestamp", "endingOffsets"),
+    }
+
+
+def _keys(options: SourceOptions) -> tuple[tuple[int, ...], bytes | None, bytes]:
+    """The partitions that are read, the only key, and how keys begin."""
+    partitions = partitions_option(options)
+    key = _key_bytes(options, "key", low=1)
+    key_prefix = _key_bytes(options, "keyPrefix", low=0) or b""
+    if key is not None and (partitions or key_prefix):
+        raise OptionError(
+            "the option key excludes partitions and keyPrefix: a key has one partition"
+        )
+    return partitions, key, key_prefix
 
 
 def _buckets(options: SourceOptions) -> tuple[tuple[str, ...], re.Pattern[str] | None]:

@@ -195,7 +195,7 @@ def check_schema(
             if not is_parsed(field.dataType):
                 raise OptionError(
                     f"the column value is {field.dataType.simpleString()}, which has a type that "
-                    "values are not parsed into: ask for that field as string, or for the value as "
+                    "values are not parsed into: leave that field out, or ask for the value as "
                     "string and use from_json"
                 )
             _check_field_names(field.dataType)
