@@ -8,7 +8,7 @@ from typing import Any, Final
 import pytest
 
 from upr_protocol.spark.errors import OptionError
-from upr_protocol.spark.recipes import bulk_load, join, reprocess, restore
+from upr_protocol.spark.recipes import backup, bulk_load, join, reprocess, restore, snapshot
 
 NO_SESSION: Final[Any] = None
 NO_FRAME: Final[Any] = None
@@ -55,3 +55,11 @@ def test_a_recipe_takes_no_option_that_names_its_columns(name: str, tmp_path: Pa
     ):
         with pytest.raises(OptionError, match=f"the option {name} is not for you to give"):
             start()
+
+
+@pytest.mark.parametrize("name", ["startingTimestamp", "endingTimestamp", "buckets", "index"])
+def test_a_copy_is_of_what_one_bucket_has_now(name: str, tmp_path: Path) -> None:
+    """The refusal named options that nobody had given, as `startingOffsets`."""
+    for copy in (snapshot, backup):
+        with pytest.raises(OptionError, match=f"the option {name} is not for this recipe"):
+            copy(NO_SESSION, URL, tmp_path / "copy", options={name: "5"})

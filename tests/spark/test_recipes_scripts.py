@@ -228,6 +228,11 @@ def test_errors_are_a_sentence_and_a_code(
         (command.REFUSED, (reprocess, url, missing_url, *query)),
         (command.REFUSED, (join, url, url, missing_url, *query)),
         (command.FAILED, (reprocess, url, url, *query, "--where", "value.seats > 1")),
+        # Spark's sentence about these begins on its second line.
+        (command.FAILED, (reprocess, url, url, *query, "--where", "value.seats >")),
+        (command.FAILED, (reprocess, url, url, *query, "--schema", "key STRIN, value STRING")),
+        (command.FAILED, (snapshot, url, folder, "--option", "valueSchema=a INTT")),
+        (command.FAILED, (reprocess, url, url, *query[:2], "--interval", "ten seconds")),
         (command.USAGE, (reprocess, url, url, *query, "--write-option", "user=bob")),
         (command.USAGE, (join, url, url, url, *query, "--write-option", "user=bob")),
     ):
@@ -238,5 +243,7 @@ def test_errors_are_a_sentence_and_a_code(
         assert error_text.count("\n") == 1, error_text
         assert ("UPR_NO_BUCKET" in error_text) == (code == command.REFUSED)
         assert "Traceback" not in error_text
+        _, _, sentence = error_text.partition(": ")
+        assert sentence.strip(), words
     with pytest.raises(SystemExit, match="2"):
         ran(snapshot, url, folder, "--option", "nothing")

@@ -1,4 +1,4 @@
 """The recipes as commands: `python -m upr_protocol.spark NAME`, or `spark-submit FILE`.
 
-Each module has `arguments`, what the command line may say, and `work`, which does it.
+Each module has `argument_parser`, for what the command line may say, and `work`, which does it.
 """

@@ -204,6 +204,11 @@ def _exit_on_interrupt(signal_number: int, frame: FrameType | None) -> None:
     os._exit(INTERRUPTED)
 
 
+def _first_sentence(error: PySparkException) -> str:
+    """The first line of an error of Spark's that says something: some begin with an empty one."""
+    return next(filter(None, map(str.strip, str(error).splitlines())), type(error).__name__)
+
+
 def run(
     arguments: argparse.ArgumentParser,
     work: Callable[[SparkSession, argparse.Namespace], int],
@@ -242,7 +247,7 @@ def run(
         if isinstance(error, PySparkRuntimeError) and spark is None:
             say(f"{arguments.prog}: Spark does not start; is Java 17 or newer there? {error}")
             return FAILED
-        say(f"{arguments.prog}: {str(error).splitlines()[0]}")
+        say(f"{arguments.prog}: {_first_sentence(error)}")
         return FAILED
     except OSError as error:
         where = f"{error.filename}: " if error.filename else ""

@@ -22,7 +22,7 @@ from upr_protocol.spark.driver_client import (
     acquire_new_lease,
     holds_ranges,
 )
-from upr_protocol.spark.errors import PipelineError, as_pipeline_error
+from upr_protocol.spark.errors import OptionError, PipelineError, as_pipeline_error
 from upr_protocol.spark.leased_source import LeasedDataSource, leased_options
 from upr_protocol.spark.read_options import ReadOptions
 from upr_protocol.spark.recipes.lookup_history import has_lost
@@ -40,6 +40,12 @@ _OWN_OPTIONS: Final = frozenset(
     }
 )
 """Options that a recipe sets by itself, in lower case."""
+
+_OF_OTHER_READS: Final = frozenset(
+    {"buckets", "bucketpattern", "startingtimestamp", "endingtimestamp"}
+    | {"index", "indexer", "indexprefix", "indexfrom", "indexto"}
+)
+"""Options of reads that are no cut of one bucket, in lower case."""
 
 
 @attrs.frozen
@@ -243,9 +249,15 @@ def options_with_url(url: str, options: Mapping[str, str]) -> dict[str, str]:
     """The options of a read, with the URL.
 
     Raises:
-        OptionError: One is among them that the recipe sets by itself.
+        OptionError: One is among them that the recipe sets by itself, or that is for other reads.
     """
     check_own_options(options, _OWN_OPTIONS)
+    for name in options:
+        if name.lower() in _OF_OTHER_READS:
+            raise OptionError(
+                f"the option {name} is not for this recipe, which reads what one bucket has now: "
+                "leave it out"
+            )
     return {**options, "url": url}
 
 
