@@ -20,7 +20,7 @@ from tests.kit.server_group import (
     running_servers,
 )
 from tests.storage.record_damage import flip, records
-from upr_protocol.client import connect
+from upr_protocol.client import NodeClient, connect
 from upr_protocol.client.operator import (
     NotDoneError,
     OvertakenError,
@@ -30,8 +30,10 @@ from upr_protocol.client.operator import (
     remove_replicas,
     take_over,
 )
+from upr_protocol.client.operator.plan import active_assignment, first_failover_revision
 from upr_protocol.errors import ServerError
 from upr_protocol.ids import Durability, PartitionId, PartitionState
+from upr_protocol.partition_map import PartitionMap
 from upr_server.replication import copy_completion
 from upr_server.replication.bucket_replicators import BucketReplicators
 from upr_server.replication.map_exchange import MapExchange
@@ -57,7 +59,8 @@ async def test_a_replica_becomes_active_and_the_old_active_follows() -> None:
         await filled(group)
         before = logs(group, "a")
         await group.stop("a")
-        await fail_over(group.operator("c"), all_of="a", to="b")
+        operator = group.operator("c", draw_command=lambda: "1")
+        await fail_over(operator, all_of="a", to="b")
         assert group.states("b") == ACTIVE
         assert all(
             len(log) == len(old_log) + 1
@@ -69,8 +72,8 @@ async def test_a_replica_becomes_active_and_the_old_active_follows() -> None:
         await group.until(lambda: group.states("a") == REPLICA)
         await group.until(lambda: highs(group, "a") == highs(group, "b") == highs(group, "c"))
         group.check()
-        assert group.progress[0] == "b, c: revision 4096, fenced for partitions 0-3"
-        assert group.progress[1] == "b: revision 4097, active for partitions 0-3"
+        assert group.progress[0] == "b, c: revision 1048576, fenced for partitions 0-3"
+        assert group.progress[1] == "b: revision 1253377, active for partitions 0-3"
 
 
 async def test_without_a_target_the_partitions_are_shared_out() -> None:
@@ -497,8 +500,9 @@ async def test_an_old_copy_does_not_replace_a_bucket_that_was_created_anew(
 async def test_of_two_failovers_that_reach_different_nodes_each_names_the_other_nodes(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Publishers wait for both replicas, so one replica is enough for each of the two. Their maps
-    have the same revision. The node that was restarted meanwhile becomes active no more."""
+    """Publishers wait for both replicas, so one replica is enough for each of the two. By chance
+    their maps have the same revision. The node that was restarted meanwhile becomes active no
+    more."""
     confirm = MapExchange._confirm
     confirming_nodes: list[str] = []
 
@@ -510,10 +514,11 @@ async def test_of_two_failovers_that_reach_different_nodes_each_names_the_other_
         await filled(group)
         for node in "abc":
             await group.stop(node)
-        for node, other in ("b", "c"), ("c", "b"):
+        for node, other, name in ("b", "c", "15"), ("c", "b", "17"):
             group.progress.clear()
             await group.start(node)
-            await fail_over(group.operator(node, ask_timeout_s=0.5), all_of="a", acknowledged=2)
+            operator = group.operator(node, ask_timeout_s=0.5, draw_command=lambda n=name: n)
+            await fail_over(operator, all_of="a", acknowledged=2)
             assert group.progress[1].startswith(f"{other} may take writes, too, for partitions 0-3")
             assert group.states(node) == ACTIVE
             async with connect(group.servers[node].url("b"), follow_map=False) as client:
@@ -669,6 +674,74 @@ async def test_a_replica_of_an_empty_bucket_that_lost_its_disk_lacks_nothing() -
         assert group.states("b") == ACTIVE
 
 
+@pytest.mark.parametrize("names", [("1", "2"), ("2", "1")])
+async def test_of_two_active_nodes_one_steps_down_when_they_meet(
+    monkeypatch: pytest.MonkeyPatch, names: tuple[str, str]
+) -> None:
+    """Two failovers on the two sides of a broken network have both made a node active. The higher
+    revision counts, and the commands' names say which that is."""
+    fetch, is_cut = MapExchange._fetch, True
+
+    async def fetch_unless_cut(exchange: MapExchange, *arguments: Any) -> Any:
+        await trio.lowlevel.checkpoint()
+        return None if is_cut else await fetch(exchange, *arguments)
+
+    monkeypatch.setattr(MapExchange, "_fetch", fetch_unless_cut)
+    async with running_servers("abc") as group:
+        await filled(group)
+        await group.stop("a")
+        for node, other, name in ("b", "c", names[0]), ("c", "b", names[1]):
+            target = group.proxies[other]._target
+            group.proxies[other]._target = ("127.0.0.1", 1)
+            group.proxies[other].cut()
+            operator = group.operator(node, ask_timeout_s=0.5, draw_command=lambda n=name: n)
+            await fail_over(operator, all_of="a", acknowledged=2)
+            await group.set(node, {f"by {node}": "v"})
+            group.proxies[other]._target = target
+        assert group.states("b") == group.states("c") == ACTIVE
+        revisions = {node: group.map(node).revision for node in "bc"}
+        assert revisions["b"] != revisions["c"]
+        winner, loser = sorted("bc", key=revisions.__getitem__, reverse=True)
+        is_cut = False
+        await group.until(lambda: group.states(loser) == REPLICA)
+        assert group.states(winner) == ACTIVE
+        for key, value in (f"by {winner}", "v"), (f"by {loser}", None), ("key 7", "v"):
+            assert await group.get(winner, key) == value
+        await group.until(lambda: highs(group, loser) == highs(group, winner))
+        assert logs(group, loser) == logs(group, winner)
+        group.check()
+
+
+async def test_a_failover_ends_if_a_fenced_node_has_followed_another_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What that node has acknowledged since for the other one's active node may be nowhere else
+    among the nodes that this failover has fenced."""
+    set_map = NodeClient.set_map
+    async with running_servers("abc") as group:
+        await filled(group)
+        await group.stop("a")
+
+        async def set_map_after_adoption(
+            node: NodeClient, expected: int, new_map: PartitionMap
+        ) -> None:
+            if new_map.revision > first_failover_revision(0):
+                monkeypatch.setattr(NodeClient, "set_map", set_map)
+                base = group.map("c")
+                assignments = {
+                    PartitionId(partition): active_assignment(base.partitions[partition], "c")
+                    for partition in range(PARTITIONS)
+                }
+                other_map = base.with_assignments(assignments, base.revision + 1, "other")
+                await group.servers["c"].partition_maps.adopt_map(other_map)
+            await set_map(node, expected, new_map)
+
+        monkeypatch.setattr(NodeClient, "set_map", set_map_after_adoption)
+        with pytest.raises(OvertakenError, match="c has revision 1048577 from another command"):
+            await fail_over(group.operator("b"), to="b", all_of="a")
+        assert group.states("b") == REPLICA
+
+
 @pytest.mark.parametrize("order_of_tasks", range(4))
 async def test_of_two_failovers_at_the_same_time_one_at_most_makes_a_node_active(
     monkeypatch: pytest.MonkeyPatch, order_of_tasks: int
@@ -687,7 +760,7 @@ async def test_of_two_failovers_at_the_same_time_one_at_most_makes_a_node_active
         assert commands.errors
         for error in commands.errors:
             assert isinstance(error, OvertakenError)
-            assert "has revision 4096 from another command" in str(error)
+            assert "has revision 1048576 from another command" in str(error)
         active_nodes = [node for node in "bc" if PartitionState.ACTIVE in group.states(node)]
         assert len(active_nodes) == 2 - len(commands.errors)
         if not active_nodes:

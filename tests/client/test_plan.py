@@ -12,6 +12,8 @@ from hypothesis import strategies as st
 from tests.kit.effort import effort
 from upr_protocol.client.operator.plan import (
     COMMAND_REVISIONS,
+    FAILOVER_REVISIONS,
+    FAILOVER_STEP,
     PartitionCopy,
     acknowledging_replicas,
     active_assignment,
@@ -22,6 +24,7 @@ from upr_protocol.client.operator.plan import (
     handover_assignment,
     last_active_of,
     most_complete,
+    own_failover_revision,
     partitions_text,
     ranges_text,
 )
@@ -252,8 +255,13 @@ def test_a_command_takes_its_revisions_from_a_block_of_its_own() -> None:
 
 def test_a_failover_outranks_other_commands() -> None:
     """Also those that have reached only nodes which it does not reach."""
-    revisions = [first_failover_revision(newest) for newest in (0, 4095, 4096, 4113)]
-    assert revisions == [4096, 4096, 8192, 8192]
+    step, block = FAILOVER_STEP, FAILOVER_REVISIONS
+    revisions = [first_failover_revision(newest) for newest in (0, block - 1, block, block + 17)]
+    assert revisions == [block, block, 2 * block, 2 * block]
+    own_revisions = {own_failover_revision(block, str(number)) for number in range(5000)}
+    assert own_revisions == set(range(block + step, 2 * block - step, step))
+    # Other commands have a whole step before the next failover.
+    assert first_failover_revision(max(own_revisions) + step) == 2 * block
 
 
 def test_partitions_are_written_as_ranges() -> None:

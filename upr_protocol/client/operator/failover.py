@@ -4,6 +4,10 @@ The replicas are fenced first: a map without an active node stops them from acce
 from the old one, which can then have nothing more acknowledged. So many are fenced that one of them
 must have everything that was acknowledged. The most complete of them becomes active, in a new
 history.
+
+Two failovers that reach different nodes may both get so far. So before it makes a node active, each
+fences its nodes again, with a revision of its own: of the two maps one has the higher revision, and
+all nodes follow it when they meet.
 """
 
 from __future__ import annotations
@@ -72,6 +76,7 @@ async def fail_over(
     await failover.fence()
     await failover.check_fenced(lose_acknowledged=lose_acknowledged)
     actives = await failover.choose_actives(to, lose_acknowledged=lose_acknowledged)
+    await failover.fence_alone(actives, lose_acknowledged=lose_acknowledged)
     return await failover.promote(actives)
 
 
@@ -355,6 +360,31 @@ class _Failover:
             )
         names = ", ".join(sorted(copy.node for copy in self._copies[partition]))
         return f"the histories of {names or 'no node'} have diverged"
+
+    async def fence_alone(
+        self, actives: Mapping[PartitionId, str], *, lose_acknowledged: bool
+    ) -> None:
+        """Fences the nodes again, so that another failover, which reaches other nodes, has nothing
+        more acknowledged by them that this one would lose: of the two, the nodes follow the one
+        with the higher revision.
+
+        What they have has not changed since the first fence. Before it was known that this failover
+        can be done, a fence with such a revision could have stopped one that can.
+
+        Raises:
+            OvertakenError: Another failover has made one of them follow it.
+            PartlyDoneError: Too few of them take the fence.
+        """
+        failures = await self._change.fence_alone(self.fenced_nodes)
+        self.fenced_nodes = [name for name in self.fenced_nodes if name not in failures]
+        lacking_partitions, _ = self._missing_replicas(
+            self.fenced_nodes, counts_incomplete=lose_acknowledged
+        )
+        if (lacking_partitions and not lose_acknowledged) or failures.keys() & actives.values():
+            raise PartlyDoneError(
+                f"{'; '.join(map(str, failures.values()))}. Repeat the command: until then no node "
+                f"is active for {self._change.text}"
+            )
 
     async def promote(self, actives: Mapping[PartitionId, str]) -> PartitionMap:
         """Gives the new active nodes their map first, and then all others.

@@ -9,6 +9,7 @@ from upr_protocol.client.operator.map_publisher import MapPublisher
 from upr_protocol.client.operator.plan import (
     active_partitions_of,
     fenced_assignment,
+    own_failover_revision,
     partitions_text,
 )
 from upr_protocol.client.operator.survey import NodeReport, Operator, Survey
@@ -33,7 +34,7 @@ class MapChange:
         first_revision: int,
     ) -> None:
         self._base_map = survey.require_map()
-        self.revision = first_revision
+        self._first_revision = self.revision = first_revision
         self._command = operator.draw_command()
         self.operator = operator
         self.survey = survey
@@ -65,13 +66,35 @@ class MapChange:
             OvertakenError: One of them has the map of another command. If both went on, with
                 different nodes that they have fenced, they might make different nodes active.
         """
+        failures = await self._publish_fence(nodes, assignments, timeout_s)
+        addresses = {n: self.publisher.addresses[n] for n in nodes if n not in failures}
+        return failures, await self.operator.node_reports(addresses)
+
+    async def fence_alone(self, nodes: Sequence[str]) -> Mapping[str, PartlyDoneError]:
+        """Fences nodes that are fenced again, with a revision that no other failover has. From then
+        on they follow another failover that began at the same time only if that has a higher one.
+
+        Returns:
+            The nodes that are not known to have this fence, and why.
+
+        Raises:
+            OvertakenError: One of them has the map of another command by now.
+        """
+        self.revision = own_failover_revision(self._first_revision, self._command)
+        return await self._publish_fence(nodes, self.assignments)
+
+    async def _publish_fence(
+        self,
+        nodes: Sequence[str],
+        assignments: Mapping[PartitionId, Assignment],
+        timeout_s: float | None = None,
+    ) -> Mapping[str, PartlyDoneError]:
         fencing_map = self.next_map({n: fenced_assignment(a) for n, a in assignments.items()})
         failures = await self.publisher.publish_to(nodes, fencing_map, timeout_s)
         for error in failures.values():
             if isinstance(error, OvertakenError):
                 raise error
-        addresses = {n: self.publisher.addresses[n] for n in nodes if n not in failures}
-        return failures, await self.operator.node_reports(addresses)
+        return failures
 
     def holders(self) -> list[str]:
         """Every node that has a copy of one of the partitions."""

@@ -32,6 +32,8 @@ class MapPublisher:
         self.addresses = {name: report.address for name, report in survey.nodes.items()}
         self._unreachable = {name for name, report in survey.nodes.items() if report.failure}
         self._revisions = {name: report.revision for name, report in survey.nodes.items()}
+        # The nodes that have taken a map from here.
+        self._updated_nodes: set[str] = set()
 
     async def publish(
         self, node: str, partition_map: PartitionMap, timeout_s: float | None = None
@@ -43,7 +45,8 @@ class MapPublisher:
 
         Raises:
             MapRefusedError: The node refused the map, and has not applied it.
-            OvertakenError: The node has another map, of the same or a higher revision.
+            OvertakenError: The node has another map, of the same or a higher revision; or one of
+                another command in place of one that it has got from here.
             UnreachableError: The node did not say in time whether it applied the map.
         """
         if timeout_s is None:
@@ -60,6 +63,7 @@ class MapPublisher:
                 failure = error
             else:
                 self._revisions[node] = partition_map.revision
+                self._updated_nodes.add(node)
                 return
             has_applied = await self._has_applied(node, partition_map)
             if has_applied:
@@ -77,14 +81,23 @@ class MapPublisher:
             status = await self._operator.node_status(self.addresses[node])
         except UprError:
             return None
+        has_applied = status.map == partition_map
         revision = 0 if status.map is None else status.map.revision
-        if status.map != partition_map and revision >= partition_map.revision:
+        is_overtaken = revision >= partition_map.revision or (
+            # It has taken another command's map in place of one of this command.
+            node in self._updated_nodes
+            and status.map is not None
+            and status.map.command != partition_map.command
+        )
+        if is_overtaken and not has_applied:
             raise OvertakenError(
                 f"node {node} has revision {revision} from another command: check the state with "
                 "`upr partitions`, and repeat this command"
             )
         self._revisions[node] = revision
-        return status.map == partition_map
+        if has_applied:
+            self._updated_nodes.add(node)
+        return has_applied
 
     async def publish_to(
         self, nodes: Iterable[str], partition_map: PartitionMap, timeout_s: float | None = None

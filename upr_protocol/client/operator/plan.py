@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from typing import Final
+from zlib import crc32
 
 import attrs
 
@@ -25,15 +26,31 @@ def first_revision(newest: int) -> int:
     return (newest // COMMAND_REVISIONS + 1) * COMMAND_REVISIONS
 
 
-FAILOVER_REVISIONS: Final = 4096
+FAILOVER_STEP: Final = 4096
 """The maps of a failover count more than those of so many revisions of other commands. Such maps
 may have reached nodes that the failover does not reach, or reach them later. They know nothing of
 what was acknowledged since the failover."""
+
+FAILOVER_STEPS: Final = 256
+"""The steps of the block of revisions that a failover takes. It fences at the first revision, and
+makes nodes active in a step of its own."""
+
+FAILOVER_REVISIONS: Final = FAILOVER_STEP * FAILOVER_STEPS
+"""The revisions of such a block."""
 
 
 def first_failover_revision(newest: int) -> int:
     """The first revision of a failover that finds the revision `newest`."""
     return (newest // FAILOVER_REVISIONS + 1) * FAILOVER_REVISIONS
+
+
+def own_failover_revision(first: int, command: str) -> int:
+    """The first revision that a failover has to itself, by the name of its command. Of two that
+    began at the revision `first`, and reach different nodes, one then counts more than the other,
+    except in one case of 254."""
+    # The last step stays free: other commands may take its revisions before the next failover.
+    step = 1 + crc32(command.encode()) % (FAILOVER_STEPS - 2)
+    return first + step * FAILOVER_STEP
 
 
 # Assignments.
