@@ -102,6 +102,45 @@ CONCERNS: Final = (
         ),
         wider=(SIMULATED_SEEDS,),
     ),
+    # The flusher is above.
+    *(
+        Concern(
+            f"upr_server/storage/{module}",
+            ("tests/storage",),
+            slow=(
+                "tests/storage/test_bit_flips.py",
+                "tests/storage/test_crash_states.py",
+                "tests/storage/test_store.py",
+                "tests/storage/test_worker.py",
+                "tests/storage/offline",
+            ),
+            wider=(SIMULATED_SEEDS, "tests/server/test_bucket_disk.py"),
+        )
+        for module in (
+            "bucket_maintenance.py",
+            "bucket_storage.py",
+            "chunk_log.py",
+            "chunk_reader.py",
+            "compaction.py",
+            "index_update.py",
+            "item_lookup.py",
+            "key_index.py",
+            "live_seqs.py",
+            "records.py",
+        )
+    ),
+    Concern(
+        "upr_server/replication",
+        ("tests/replication",),
+        slow=("tests/replication/test_replication.py",),
+        wider=(SIMULATED_SEEDS, "tests/server"),
+    ),
+    Concern(
+        "upr_protocol/client/core",
+        ("tests/client/core",),
+        wider=("tests/client/trio", "tests/client/blocking"),
+    ),
+    Concern("upr_protocol/client/rollback", ("tests/client/rollback",)),
 )
 """What may be broken."""
 

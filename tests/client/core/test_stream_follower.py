@@ -289,3 +289,26 @@ def test_logs_are_saved_before_data_though_the_connection_that_brought_them_was_
     machine.process(100)
     assert machine.complete[0] == 1
     machine.teardown()
+
+
+def test_an_end_that_was_read_in_another_history_is_read_anew() -> None:
+    machine = Machine()
+    machine.state = SubscriptionState(Subscription(partitions=(0,), end="now"), ResumeState("b"))
+    machine.follower = StreamFollower(machine.state)
+    machine.follower.add_partition(PartitionId(0))
+    for count in range(3):
+        machine.server.put(key_in(0, PARTITIONS, b"%d" % count), b"v")
+    machine.connect()
+    # The node is replaced by one that has less before it is asked for the stream.
+    machine.server.partitions[0].fail_over(6000, 1)
+    machine.carry_to_server()
+    for message in machine.carry_to_client():
+        assert not list(machine.follower.receive(message))
+    assert machine.follower.failure is not None
+    assert machine.follower.failure.status is Status.WRONG_STATE
+    assert "another history" in str(machine.follower.failure)
+    machine.cut()
+    machine.connect()
+    machine.exchange(5)
+    assert machine.complete[0] == 1
+    assert machine.state.is_finished
