@@ -312,3 +312,29 @@ def test_an_end_that_was_read_in_another_history_is_read_anew() -> None:
     machine.exchange(5)
     assert machine.complete[0] == 1
     assert machine.state.is_finished
+
+
+def test_a_partition_that_came_back_is_asked_for_again_after_its_old_request_was_refused() -> None:
+    machine = Machine()
+    machine.refuse_streams(PartitionId(0), is_refused=True)
+    machine.connect()
+    machine.carry_to_server()
+    machine.move_away_and_back(PartitionId(0))
+    # The refusal of the first request is under way when the partition comes back.
+    answers = list(machine.carry_to_client())
+    machine.refuse_streams(PartitionId(0), is_refused=False)
+    machine.server.put(key_in(0, PARTITIONS), b"v")
+    for message in answers:
+        machine.take_in(message)
+    machine.exchange(5)
+    assert machine.complete[0] == 1
+
+
+def test_a_partition_that_came_back_is_asked_for_again_after_its_old_stream_has_ended() -> None:
+    machine = Machine()
+    machine.connect()
+    machine.exchange(5)
+    machine.move_away_and_back(PartitionId(0))
+    machine.server.put(key_in(0, PARTITIONS), b"v")
+    machine.exchange(5)
+    assert machine.complete[0] == 1
