@@ -33,6 +33,7 @@ from upr_protocol.client import (
     publisher,
 )
 from upr_protocol.client.core.resume_state import ROLLBACK_PENDING
+from upr_protocol.client.operator import NotDoneError, Operator, fail_over
 from upr_protocol.errors import ServerError, Status, UprError
 from upr_protocol.hashing import partition_of
 from upr_protocol.ids import (
@@ -69,6 +70,11 @@ def unconfirmed(group: TestCluster, name: str) -> bool:
     assert server is not None
     clustered_bucket = server.partition_maps._buckets[BUCKET]
     return not clustered_bucket.is_confirmed or clustered_bucket.lock.locked()
+
+
+def has_confirmed(group: TestCluster, name: str) -> bool:
+    """The opposite of `unconfirmed`."""
+    return not unconfirmed(group, name)
 
 
 def states(group: TestCluster, name: str) -> list[PartitionState]:
@@ -417,6 +423,42 @@ async def test_a_clean_stop_does_not_make_good_what_a_crash_has_lost() -> None:
         (partition,) = group.nodes["a"].held
         assert partition.state is PartitionState.ACTIVE
         assert len(partition.failover_log) == 2
+
+
+async def test_after_a_crash_of_all_nodes_each_is_failed_over_by_its_name() -> None:
+    """The failover of the first makes another active for some of its partitions. That node keeps
+    these when it is failed over itself."""
+    async with cluster("ab") as group:
+        await write(group, "a", 100)
+        await group.quiet()
+        await group.share(
+            [Assignment("a", {"b": ""})] * (P // 2) + [Assignment("b", {"a": ""})] * (P // 2)
+        )
+        await group.quiet()
+        for name in "ab":
+            await group.nodes[name].kill()
+        for name in "ab":
+            await group.start(name)
+        for name in "ab":
+            await eventually(partial(has_confirmed, group, name), "a peer confirms the map")
+        waits, serves, follows = (
+            PartitionState.PENDING,
+            PartitionState.ACTIVE,
+            PartitionState.REPLICA,
+        )
+        sentences: list[str] = []
+        operator = Operator(Address.parse(group.nodes["a"].url), on_progress=sentences.append)
+        await fail_over(operator, all_of="a")
+        assert states(group, "b") == [follows, serves, waits, waits]
+        logs = [partition.failover_log for partition in group.nodes["b"].held]
+        sentences.clear()
+        await fail_over(operator, all_of="b")
+        assert sentences[0] == "b is running, and stays active for partition 1"
+        assert states(group, "a") == [serves, follows, serves, follows]
+        assert states(group, "b") == [follows, serves, follows, serves]
+        assert group.nodes["b"].held[1].failover_log == logs[1]
+        with pytest.raises(NotDoneError, match="is active for partitions 1, 3: use `upr takeover`"):
+            await fail_over(operator, all_of="b")
 
 
 async def test_an_active_that_was_failed_over_comes_back_as_replica() -> None:

@@ -52,7 +52,8 @@ async def fail_over(
     Args:
         operator: How to reach the nodes; by way of any node that is running.
         partitions: Which partitions.
-        all_of: Or all for which this node is active.
+        all_of: Or all for which this node is active by the map; without those that it serves, if
+            others wait.
         to: The node that becomes active; empty for one that has everything, for each partition.
         acknowledged: How many replicas publishers waited for.
         lose_acknowledged: Whether to continue though acknowledged changes may be lost.
@@ -66,6 +67,8 @@ async def fail_over(
     """
     survey = await operator.survey()
     partition_ids = choose_partitions(survey, partitions, all_of)
+    if all_of:
+        partition_ids = _without_served(operator, survey, partition_ids, all_of)
     failover = _Failover(operator, survey, partition_ids, acknowledged)
     failover.check_no_active()
     failover.report_lost_copies()
@@ -78,6 +81,34 @@ async def fail_over(
     actives = await failover.choose_actives(to, lose_acknowledged=lose_acknowledged)
     await failover.fence_alone(actives, lose_acknowledged=lose_acknowledged)
     return await failover.promote(actives)
+
+
+def _without_served(
+    operator: Operator, survey: Survey, partitions: list[PartitionId], node: str
+) -> list[PartitionId]:
+    """The partitions of a node that wait; all if none does, or the node serves none. After a crash
+    of all nodes the failover of one makes others active, which have partitions that still wait."""
+    assignments = survey.require_map().partitions
+    served = [
+        partition
+        for partition in partitions
+        if _running_active_of(survey, partition, assignments[partition])
+    ]
+    if not served or len(served) == len(partitions):
+        return partitions
+    operator.on_progress(f"{node} is running, and stays active for {partitions_text(served)}")
+    return sorted(set(partitions) - set(served))
+
+
+def _running_active_of(survey: Survey, partition: PartitionId, assignment: Assignment) -> str:
+    """The node that runs and is active for a partition, or hands it over; empty if there is
+    none."""
+    name = last_active_of(assignment)
+    if not survey.reaches(name):
+        return ""
+    state = survey.nodes[name].state_of(partition)
+    is_handing_over = state is PartitionState.PENDING and name == assignment.handing_over
+    return name if state is PartitionState.ACTIVE or is_handing_over else ""
 
 
 class _Failover:
@@ -124,13 +155,8 @@ class _Failover:
         """Refuses while the active node is running."""
         running_actives: dict[str, list[int]] = {}
         for partition, assignment in self._change.assignments.items():
-            name = last_active_of(assignment)
-            if not self._survey.reaches(name):
-                continue
-            state = self._survey.nodes[name].state_of(partition)
-            if state is PartitionState.ACTIVE or (
-                state is PartitionState.PENDING and name == assignment.handing_over
-            ):
+            name = _running_active_of(self._survey, partition, assignment)
+            if name:
                 running_actives.setdefault(name, []).append(partition)
         for name, partitions in running_actives.items():
             raise NotDoneError(
