@@ -175,7 +175,10 @@ async def test_a_port_that_is_taken(tmp_path: Path) -> None:
         address = f"127.0.0.1:{server.port}"
         result = await upr_server("serve", "--listen", address, "--data-dir", str(tmp_path))
         assert (result.code, result.out) == (1, "")
-        assert result.err == f"upr-server: cannot listen on {address}: Address already in use\n"
+        assert result.err == (
+            f"upr-server: cannot listen on {address}: Address already in use; name another address "
+            "with --listen\n"
+        )
         async with connect(server.url()) as client:
             assert await client.list_buckets() == []
 
@@ -183,8 +186,9 @@ async def test_a_port_that_is_taken(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("listen", "message"),
     [
-        ("192.0.2.1:1", "Cannot assign requested address"),  # nobody's, by RFC 5737
-        ("a..b:1", "'a..b' is not a valid host name"),
+        # nobody's, by RFC 5737
+        ("192.0.2.1:1", "Cannot assign requested address; name another address with --listen"),
+        ("a..b:1", "'a..b' is not a valid host name; name another with --listen"),
     ],
 )
 async def test_an_address_that_cannot_be_bound_is_an_error(

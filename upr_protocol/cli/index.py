@@ -48,7 +48,7 @@ def _indexer(url: str) -> Iterator[IndexClient]:
         kind = BadInputError if error.code in _BAD_INPUTS else RefusedError
         raise kind(str(error)) from error
     except UnicodeEncodeError as error:
-        raise BadInputError(f"{error.object!r} is not UTF-8") from error
+        raise BadInputError(f"{error.object!r} is not UTF-8; write it in UTF-8") from error
     finally:
         client.close()
 
@@ -150,7 +150,9 @@ def _design(
     for field, texts in ("filter", filters), ("each", each), ("include", includes):
         for name, text in _definitions(field, texts):
             if name not in definitions:
-                raise click.UsageError(f"--{field} {name}=… has no --index {name}=…")
+                raise click.UsageError(
+                    f"--{field} {name}=… has no --index {name}=…; define that index, too"
+                )
             definitions[name][field] = split_expressions(text) if field == "include" else text
     return {"indexes": definitions}
 
@@ -303,7 +305,10 @@ def _key_parts(text: str) -> list[Any]:
             ) from error
         value = text  # a word without quotes, as people write it in a shell
     if isinstance(value, dict):
-        raise click.BadParameter(f"{text!r} is an object, and a key cannot be one")
+        raise click.BadParameter(
+            f"{text!r} is an object, and a key cannot be one; write a string, a number, true, "
+            "false, null or a list"
+        )
     return value if isinstance(value, list) else [value]
 
 

@@ -129,7 +129,7 @@ def utf8_text(text: str) -> str:
     try:
         text.encode()
     except UnicodeEncodeError:
-        raise click.BadParameter(f"{text!r} is not UTF-8") from None
+        raise click.BadParameter(f"{text!r} is not UTF-8; write it in UTF-8") from None
     return text
 
 

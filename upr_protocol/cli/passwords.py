@@ -48,7 +48,7 @@ def _ask(prompt: str, error_text: str) -> str:
     except OSError:
         raise click.UsageError(error_text) from None
     except EOFError:
-        raise click.UsageError("no password was typed") from None
+        raise click.UsageError("no password was typed; repeat the command, and type one") from None
 
 
 def read_hidden(prompt: str) -> str:

@@ -149,7 +149,10 @@ def tail(
       upr tail upr://127.0.0.1:12000/planes --state planes.copy --format summary
     """
     if resume is not None and not resume.absolute().parent.is_dir():
-        raise click.UsageError(f"{resume} cannot be written: its directory does not exist")
+        raise click.UsageError(
+            f"{resume} cannot be written: its directory does not exist; make it, or name another "
+            "file"
+        )
     if directory is not None and (resume is not None or start != "beginning"):
         raise click.UsageError("--state saves its own position; leave out --resume and --from")
     if directory is not None and prefix:

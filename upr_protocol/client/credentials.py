@@ -63,7 +63,9 @@ def read_password(path: str) -> str:
     try:
         password = line.decode()
     except UnicodeDecodeError as error:
-        raise CredentialsError(f"the first line of {path} is not UTF-8") from error
+        raise CredentialsError(
+            f"the first line of {path} is not UTF-8: write it in UTF-8"
+        ) from error
     if not password:
         raise CredentialsError(f"the first line of {path} is empty: write the password there")
     return password

@@ -39,7 +39,9 @@ def _client_context(settings: TlsSettings, _stamps: tuple[FileStamp, ...]) -> ss
     context = _context(ssl.PROTOCOL_TLS_CLIENT, allows_tls_1_2=settings.allows_tls_1_2)
     if not settings.is_verified:
         if settings.ca:
-            raise TlsError("the option ca has no use where certificates are not verified")
+            raise TlsError(
+                "the option ca has no use where certificates are not verified: leave it out"
+            )
         context.check_hostname = False
         context.verify_mode = ssl.CERT_NONE
     elif settings.ca:

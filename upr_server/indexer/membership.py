@@ -277,7 +277,10 @@ def _check_encryption(
     if credentials is None:
         return
     if ":" in credentials.user:
-        raise ConfigError(f"HTTP has no users with a colon in their name: {credentials.user!r}")
+        raise ConfigError(
+            f"HTTP has no users with a colon in their name: {credentials.user!r}; log in as "
+            "another user"
+        )
     hosts = [urlsplit(url).hostname or "" for url in nodes]
     if schemes == {"http"} and not all(map(is_loopback, hosts)):
         raise ConfigError(

@@ -74,11 +74,15 @@ async def open_listeners(listen: str) -> AsyncIterator[list[trio.SocketListener]
     try:
         listeners = list(await trio.open_tcp_listeners(port, host=host))
     except OSError as error:
-        raise ListenError(f"cannot listen on {listen}: {error.strerror or error}") from error
+        raise ListenError(
+            f"cannot listen on {listen}: {error.strerror or error}; name another address with "
+            "--listen"
+        ) from error
     except UnicodeError as error:
         # The codec for host names raises its own error for labels too long or empty.
         raise ListenError(
-            f"cannot listen on {listen}: {host!r} is not a valid host name"
+            f"cannot listen on {listen}: {host!r} is not a valid host name; name another with "
+            "--listen"
         ) from error
     if port == 0 and len(listeners) > 1:
         # Each address of the name has got a port of its own: keep one.

@@ -119,7 +119,9 @@ def lock_for_reading(path: Path) -> Iterator[None]:
             # No server has ever used it.
             descriptor = os.open(path / "format", os.O_RDONLY)
     except OSError as error:
-        raise DataDirectoryError(f"{path} cannot be read: {error.strerror}") from error
+        raise DataDirectoryError(
+            f"{path} cannot be read: {error.strerror}; run this as the user of the server"
+        ) from error
     try:
         if not _has_locked(descriptor, path, fcntl.LOCK_SH):
             raise _in_use(path)
@@ -139,7 +141,9 @@ def lock_for_writing(path: Path) -> Iterator[None]:
     try:
         descriptor = lock(path)
     except OSError as error:
-        raise DataDirectoryError(f"{path} cannot be written: {error.strerror}") from error
+        raise DataDirectoryError(
+            f"{path} cannot be written: {error.strerror}; {_advice(error)}"
+        ) from error
     if descriptor is None:
         raise _in_use(path)
     try:
@@ -154,7 +158,9 @@ def _check_ours(path: Path) -> None:
             raise DataDirectoryError(f"{path} is not a data directory; name one with --data-dir")
         _check_format(path)
     except OSError as error:
-        raise DataDirectoryError(f"{path} cannot be read: {error.strerror}") from error
+        raise DataDirectoryError(
+            f"{path} cannot be read: {error.strerror}; run this as the user of the server"
+        ) from error
 
 
 def _advice(error: OSError) -> str:

@@ -175,7 +175,8 @@ def _check_new_replica(
     if not address and node not in base.nodes:
         raise NotDoneError(f"the map does not name {node}: write {node}=HOST:PORT")
     if source and source not in base.nodes:
-        raise NotDoneError(f"unknown node {source!r}: it cannot be followed")
+        names = ", ".join(sorted(base.nodes))
+        raise NotDoneError(f"unknown node {source!r} cannot be followed; the nodes are {names}")
     survey.require_answer(node)
     if survey.is_single_node and node == survey.first_node:
         raise NotDoneError(
@@ -360,7 +361,7 @@ def _check_not_removed(
     if removed_partitions:
         raise NotDoneError(
             f"{node} is no longer a replica of {partitions_text(removed_partitions)}: another "
-            "command has removed it"
+            "command has removed it; see `upr partitions`"
         )
 
 
