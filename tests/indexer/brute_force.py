@@ -11,7 +11,7 @@ import jmespath
 import msgspec
 from jmespath import functions
 
-from tests.indexer.pure.test_keys import compare
+from tests.indexer.pure.key_order import compare
 from upr_server.indexer.pure.definition import IndexDefinition
 from upr_server.indexer.pure.extractor import ENCODED_BYTES_MAX
 from upr_server.indexer.pure.keys import IndexKeyError, encode_parts

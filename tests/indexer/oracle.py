@@ -10,7 +10,7 @@ import msgspec
 
 from tests.indexer.brute_force import Row, index_rows
 from tests.indexer.kit import ask, by_brute_force, define, name_of, scan, until_ready
-from tests.indexer.pure.test_keys import compare
+from tests.indexer.pure.key_order import compare
 from tests.kit.process import eventually
 from upr_protocol.client import Client
 from upr_server.indexer.indexer import Indexer

@@ -22,7 +22,7 @@ from tests.indexer.kit import (
     scan,
     until_ready,
 )
-from tests.indexer.test_oracle import World
+from tests.indexer.world import World
 from tests.kit.process import TimeoutReachedError, eventually
 from upr_protocol.client import Address, Client, Item, connect, follow_events
 from upr_protocol.ids import Durability

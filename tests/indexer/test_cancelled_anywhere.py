@@ -34,8 +34,8 @@ from tests.indexer.kit import (
 )
 from tests.indexer.node_kit import Nodes, some_nodes
 from tests.indexer.node_kit import until_ready as until_every_copy_is_ready
-from tests.indexer.test_oracle import World
 from tests.indexer.web_socket_server import serve_web_socket
+from tests.indexer.world import World
 from tests.kit import async_names
 from tests.kit.cancellation import cancelled_at_each_step
 from tests.kit.memory_network import HOST, MemoryNetwork, check, node

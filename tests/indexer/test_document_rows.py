@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.indexer.test_index_file import batch, whole
+from tests.indexer.index_batches import batch, whole
 from upr_server.indexer import document_rows
 from upr_server.indexer.document_rows import RoundChanges
 from upr_server.indexer.index_batch import IndexBatch

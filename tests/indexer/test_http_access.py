@@ -15,7 +15,7 @@ import trio
 from trio.testing import MockClock, wait_all_tasks_blocked
 
 from tests.indexer.kit import until_ready
-from tests.indexer.test_tls import upr_index
+from tests.indexer.outcomes import upr_index
 from tests.server.users import BOB, USERS, VERIFIER, address_of, server_with_users
 from upr_protocol.client import Address, Credentials, IndexClient, IndexerError, Security
 from upr_protocol.errors import BrokenError, ServerError, Status, UprError

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -13,19 +12,26 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from upr_protocol.chunk import Chunk, Mutation
+from tests.indexer.index_batches import (
+    LOG,
+    ByValue,
+    apply,
+    batch,
+    entries,
+    scan,
+    whole,
+)
 from upr_protocol.failover import FailoverLog, PartialSnapshot, Position
-from upr_protocol.ids import HistoryId, Operation, PartitionId, SeqNo
+from upr_protocol.ids import HistoryId, PartitionId, SeqNo
 from upr_server.indexer import document_rows
-from upr_server.indexer.document_rows import DocumentRows, RoundChanges
+from upr_server.indexer.document_rows import RoundChanges
 from upr_server.indexer.entry_reader import EntrySelection, KeyRange
-from upr_server.indexer.index_batch import DocumentChange, IndexBatch
+from upr_server.indexer.index_batch import IndexBatch
 from upr_server.indexer.index_file import (
     DiskFullError,
     IndexFile,
     IndexFileError,
     NotSettledError,
-    ScanResult,
     entries_bytes,
     errors,
 )
@@ -33,78 +39,15 @@ from upr_server.indexer.index_file import file as file_module
 from upr_server.indexer.mark import Mark
 from upr_server.indexer.pure.extractor import decode_values
 
-EVERYTHING = EntrySelection()
-LOG = FailoverLog.of_pairs([(7, 0)])
 
-
-class ByValue:
-    """The entry of a document is its value; a document whose value begins with a minus has none."""
-
-    failure = ""
-    has_payloads = False
-    key_prefix = b""
-
-    def __init__(self, *, is_single: bool = True) -> None:
-        self._is_single = is_single
-
-    def attempt(self) -> AbstractContextManager[None]:
-        """A context that does nothing."""
-        return nullcontext()
-
-    def single_entries(self, rows: DocumentRows) -> list[bytes] | None:
-        """Each document's entry; empty bytes if it has none."""
-        if not self._is_single:
-            return None
-        return [b"".join(self.entries(change)[0]) for change in rows.changes()]
-
-    def entries(self, change: DocumentChange) -> tuple[Sequence[bytes], bytes]:
-        if change.value is None or change.value.startswith(b"-"):
-            return (), b""
-        return (b"\x09" + change.value + change.key,), b""
-
-
-def whole(seq: int) -> Mark:
-    return Mark(Position(LOG, SeqNo(seq), SeqNo(seq)))
+@pytest.fixture
+def file(tmp_path: Path) -> IndexFile:
+    return IndexFile(tmp_path / "i", "b")
 
 
 def part(start: int, seq: int, end: int) -> Mark:
     partial = PartialSnapshot(HistoryId(7), SeqNo(start), SeqNo(end))
     return Mark(Position(LOG, SeqNo(start), SeqNo(seq), partial))
-
-
-def batch(
-    partition: int, mark: Mark, items: Sequence[tuple[int, bytes, bytes | None]]
-) -> IndexBatch:
-    chunks = []
-    if items:
-        mutations = [
-            Mutation(
-                Operation.DELETE if value is None else Operation.SET, key, value or b"", SeqNo(seq)
-            )
-            for seq, key, value in items
-        ]
-        chunks = [Chunk.build(mutations)]
-    return IndexBatch(PartitionId(partition), mark, chunks)
-
-
-def apply(file: IndexFile, *batches: IndexBatch, is_single: bool = True) -> int:
-    return file.apply_changes(RoundChanges(batches), ByValue(is_single=is_single))
-
-
-def entries(file: IndexFile, low: bytes = b"", high: bytes = b"\xff") -> list[bytes]:
-    return scan(file, EntrySelection((KeyRange(low, high),)), 10**6).entries
-
-
-def scan(
-    file: IndexFile,
-    selection: EntrySelection = EVERYTHING,
-    limit: int = 9,
-    bytes_max: int = 10**6,
-    *,
-    settled: bool = True,
-) -> ScanResult:
-    with file.open_view(settled=settled) as view:
-        return view.scan(selection, limit, bytes_max=bytes_max)
 
 
 def entry_count(file: IndexFile, selection: EntrySelection) -> int | None:
@@ -222,11 +165,6 @@ def test_batches_in_one_round_have_the_same_effect_as_in_separate_rounds(
     for file in together, one_by_one:
         file.check_invariants()
         file.close()
-
-
-@pytest.fixture
-def file(tmp_path: Path) -> IndexFile:
-    return IndexFile(tmp_path / "i", "b")
 
 
 def test_ranges_are_read_in_both_directions(file: IndexFile) -> None:

@@ -15,9 +15,9 @@ import msgspec
 import pytest
 
 from tests.indexer.kit import by_brute_force
+from tests.indexer.load import BY_A, DESIGN, KEYS, until_ready
 from tests.indexer.processes import indexer_process, workers_of
-from tests.indexer.test_kill import BY_A, DESIGN, KEYS, until_ready
-from tests.indexer.test_queries import an_index
+from tests.indexer.queried_index import an_index
 from upr_protocol.client import BlockingClient, IndexClient
 from upr_server.indexer.definitions import Index, index_path
 from upr_server.indexer.explanation import FreshnessLog

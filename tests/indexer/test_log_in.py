@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.indexer.kit import define, name_of, scan, until, until_ready
-from tests.indexer.test_tls import status_of
+from tests.indexer.outcomes import status_of
 from tests.kit.process import eventually
 from tests.server.users import BOB, USERS, VERIFIER, address_of, server_with_users
 from upr_protocol.client import Credentials, IndexerError, Security, connect

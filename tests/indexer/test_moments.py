@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from trio.testing import MockClock
 
 from tests.indexer.brute_force import expected_answer, index_rows
+from tests.indexer.index_batches import apply, batch, entries, whole
 from tests.indexer.kit import (
     a_server,
     an_indexer,
@@ -26,15 +27,7 @@ from tests.indexer.kit import (
     source_of,
     until_ready,
 )
-from tests.indexer.test_index_file import apply, batch, entries, whole
-from tests.indexer.test_queries import (
-    CONTENTS,
-    DEFINITIONS,
-    an_index,
-    answer_of,
-    queries,
-    rows_of,
-)
+from tests.indexer.queried_index import CONTENTS, DEFINITIONS, an_index, answer_of, queries, rows_of
 from tests.kit.process import eventually
 from upr_protocol.client import Client, connect
 from upr_server.indexer import moments as moments_module

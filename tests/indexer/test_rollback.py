@@ -18,7 +18,7 @@ from tests.indexer.kit import (
     scan,
     until_ready,
 )
-from tests.indexer.test_oracle import World
+from tests.indexer.world import World
 from tests.kit.process import eventually
 from tests.kit.server_group import running_servers
 from upr_protocol.client import (

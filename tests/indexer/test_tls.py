@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
-import structlog
-import trio
-from click.testing import CliRunner, Result
 
 from tests.indexer.kit import a_server, an_indexer
+from tests.indexer.outcomes import status_of, upr_index
 from tests.kit.certificates import Authority, Certificates
 from tests.kit.process import run
 from tests.server.tls_server import tls_server
-from upr_protocol.cli import main
 from upr_protocol.client import IndexClient
 from upr_protocol.errors import BrokenError, TlsError
-from upr_protocol.security import UNPROTECTED, Security
 from upr_server.indexer.app import serving
 from upr_server.indexer.config import IndexerConfig, load_config
 from upr_server.indexer.indexer import running_indexer
@@ -48,27 +44,6 @@ async def https_indexer(
             serving(indexer, "127.0.0.1:0", certificates_shown) as url,
         ):
             yield url, certificates_shown
-
-
-async def status_of(url: str, security: Security = UNPROTECTED) -> dict[str, Any]:
-    """What the indexer tells a client."""
-
-    def ask() -> dict[str, Any]:
-        with IndexClient(url, security) as client:
-            return client.status()
-
-    return await trio.to_thread.run_sync(ask)
-
-
-async def upr_index(*arguments: str) -> Result:
-    """What `upr index` prints."""
-
-    def invoke(arguments: Sequence[str]) -> Result:
-        return CliRunner().invoke(main, ["index", *arguments])
-
-    # What the indexer and its server log meanwhile would be printed to the same standard output.
-    with structlog.testing.capture_logs():
-        return await trio.to_thread.run_sync(invoke, arguments)
 
 
 async def test_an_indexer_with_a_certificate_speaks_https_only(

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Final
 
 from tests.indexer.kit import by_brute_force
+from tests.indexer.load import BY_A, DESIGN, KEYS, Load, compare, pause, until_ready
 from tests.indexer.processes import indexer_process, workers_of
-from tests.indexer.test_kill import BY_A, DESIGN, KEYS, Load, compare, pause, until_ready
 from upr_protocol.client import BlockingClient, IndexClient, IndexerError
 
 ROUNDS = int(os.environ.get("UPR_INDEXER_WORKER_ROUNDS", "2"))

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from itertools import zip_longest
-
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from tests.indexer.pure.key_order import compare
 from upr_server.indexer.pure.keys import IndexKeyError, decode_parts, encode_parts, end_of_prefix
 
 NUMBERS = (
@@ -23,30 +22,6 @@ PARTS = st.recursive(
     st.none() | st.booleans() | NUMBERS | TEXTS, lambda inner: st.lists(inner, max_size=3)
 )
 KEYS = st.lists(PARTS, min_size=2, max_size=2)
-
-
-def rank(part: object) -> int:
-    """Where a type comes."""
-    if part is None or isinstance(part, bool):
-        return {None: 0, False: 1, True: 2}[part]
-    return 3 if isinstance(part, int | float) else 4 if isinstance(part, str) else 5
-
-
-def compare(left: object, right: object) -> int:
-    """The order of two parts, as slowly and plainly as can be."""
-    if rank(left) != rank(right):
-        return -1 if rank(left) < rank(right) else 1
-    if isinstance(left, list) and isinstance(right, list):
-        no_value = object()
-        for a, b in zip_longest(left, right, fillvalue=no_value):
-            if a is no_value or b is no_value:
-                return -1 if a is no_value else 1
-            if order := compare(a, b):
-                return order
-        return 0
-    if left == right:
-        return 0
-    return -1 if left < right else 1  # type: ignore[operator]
 
 
 @given(KEYS, KEYS)
