@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import datetime as dt
+import json
 import math
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 import pyarrow as pa
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from pyspark.sql import types
 from pyspark.sql.pandas.types import to_arrow_type
 
@@ -139,3 +142,118 @@ def test_the_largest_float_is_read_as_it_is_written() -> None:
     assert text == b"3.4028235E38"
     rows = parsed(b'{"f":%s}' % text, b'{"f":-%s}' % text, b'{"f":3.4028236E38}')
     assert rows == [{**NOTHING, "f": largest}, {**NOTHING, "f": -largest}, None]
+
+
+BITS: Final[dict[type[types.DataType], int]] = {types.ByteType: 8, types.LongType: 64}
+NAMES: Final = st.sampled_from(["a", "A", "ä", ""])
+SIMPLE: Final = st.sampled_from(
+    [
+        types.ByteType(),
+        types.LongType(),
+        types.DoubleType(),
+        types.BooleanType(),
+        types.StringType(),
+        types.DateType(),
+    ]
+)
+
+
+def structs_of(kinds: st.SearchStrategy[types.DataType]) -> st.SearchStrategy[types.StructType]:
+    fields = st.builds(types.StructField, NAMES, kinds, st.booleans())
+    return st.lists(fields, max_size=3, unique_by=lambda field: field.name).map(types.StructType)
+
+
+KINDS: Final = st.recursive(
+    SIMPLE,
+    lambda inner: st.builds(types.ArrayType, inner, st.booleans()) | structs_of(inner),
+    max_leaves=5,
+)
+SCALARS: Final = (
+    st.none()
+    | st.booleans()
+    | st.sampled_from([127, 128, -128, -129, (1 << 63) - 1, 1 << 63, -(1 << 63), 10**30])
+    | st.floats(allow_nan=False, allow_infinity=False)
+    | st.sampled_from(["", "NaN", "-Infinity", "nan", "2024-02-29", "2023-02-29", "0000-01-01"])
+    | st.text(max_size=2)
+)
+VALUES: Final = st.recursive(
+    SCALARS,
+    lambda inner: st.lists(inner, max_size=2) | st.dictionaries(NAMES, inner, max_size=3),
+    max_leaves=6,
+)
+
+
+@st.composite
+def likely_values(draw: st.DrawFn, kind: types.DataType) -> Any:
+    """Values of which most fit."""
+    if draw(st.integers(0, 9)) == 0:
+        return draw(VALUES)
+    if isinstance(kind, types.StructType):
+        return {field.name: draw(likely_values(field.dataType)) for field in kind}
+    if isinstance(kind, types.ArrayType):
+        return draw(st.lists(likely_values(kind.elementType), max_size=2))
+    return draw(SCALARS.filter(lambda value: _fitted(value, kind, is_nullable=False)[0]))
+
+
+def _fitted(value: Any, kind: types.DataType, *, is_nullable: bool) -> tuple[bool, Any]:
+    """The rules of docs/spark.md, one value at a time: whether it fits, and as what."""
+    if value is None:
+        return is_nullable, None
+    if isinstance(kind, types.StructType):
+        if not isinstance(value, dict):
+            return False, None
+        fields = {
+            field.name: _fitted(value.get(field.name), field.dataType, is_nullable=field.nullable)
+            for field in kind
+        }
+        return all(fits for fits, _ in fields.values()), {
+            name: field for name, (_, field) in fields.items()
+        }
+    if isinstance(kind, types.ArrayType):
+        if not isinstance(value, list):
+            return False, None
+        items = [_fitted(item, kind.elementType, is_nullable=kind.containsNull) for item in value]
+        return all(fits for fits, _ in items), [item for _, item in items]
+    if isinstance(kind, types.BooleanType):
+        return isinstance(value, bool), value
+    if isinstance(kind, types.StringType):
+        return isinstance(value, str), value
+    if isinstance(kind, types.DateType):
+        try:
+            return True, dt.date.fromisoformat(value)
+        except (TypeError, ValueError):
+            return False, None
+    if isinstance(kind, types.DoubleType):
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        is_word = isinstance(value, str) and value in ("NaN", "Infinity", "-Infinity")
+        return is_number or is_word, float(value) if is_number or is_word else None
+    bits = BITS[type(kind)]
+    is_whole = isinstance(value, int) and not isinstance(value, bool)
+    return is_whole and -(1 << bits - 1) <= value < 1 << bits - 1, value
+
+
+@given(st.data())
+def test_what_fits_is_what_the_rules_say(data: st.DataObject) -> None:
+    """Of a field that an object has twice, both have to fit, and the last one counts."""
+    kind = data.draw(structs_of(KINDS))
+    values = data.draw(st.lists(likely_values(kind), min_size=1, max_size=4))
+    texts, expected = [], []
+    for value in values:
+        text = json.dumps(value, ensure_ascii=data.draw(st.booleans()))
+        fits, struct = _fitted(value, kind, is_nullable=False)
+        if isinstance(value, dict) and value and data.draw(st.booleans()):
+            name, first_value = next(iter(value)), data.draw(SCALARS)
+            text = f"{{{json.dumps(name)}: {json.dumps(first_value)}, {text[1:]}"
+            for field in kind:
+                if field.name == name:
+                    nullable = field.nullable
+                    fits &= _fitted(first_value, field.dataType, is_nullable=nullable)[0]
+        texts.append(text.encode())
+        expected.append(struct if fits else None)
+    column = pa.array(texts, pa.binary())
+    structs = ValueParser(kind).parse(column, to_arrow_type(kind, timezone="UTC"))
+    # NaN equals nothing, and its text does.
+    assert repr(structs.to_pylist()) == repr(expected)
+    assert unparsed_values(column, structs).to_pylist() == [
+        text if struct is None else None for text, struct in zip(texts, expected, strict=True)
+    ]

@@ -8,7 +8,15 @@ from typing import Any, Final
 import pytest
 
 from upr_protocol.spark.errors import OptionError
-from upr_protocol.spark.recipes import backup, bulk_load, join, reprocess, restore, snapshot
+from upr_protocol.spark.recipes import (
+    backup,
+    bulk_load,
+    join,
+    keep_latest_state,
+    reprocess,
+    restore,
+    snapshot,
+)
 
 NO_SESSION: Final[Any] = None
 NO_FRAME: Final[Any] = None
@@ -63,3 +71,31 @@ def test_a_copy_is_of_what_one_bucket_has_now(name: str, tmp_path: Path) -> None
     for copy in (snapshot, backup):
         with pytest.raises(OptionError, match=f"the option {name} is not for this recipe"):
             copy(NO_SESSION, URL, tmp_path / "copy", options={name: "5"})
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ({"endingOffsets": "latest"}, "the option endingOffsets is for a read"),
+        ({"startingOffset": "latest"}, "perhaps startingOffsets was meant"),
+        ({"valueSchema": "seats INT"}, "the option valueSchema is not for this recipe"),
+    ],
+)
+def test_a_wrong_option_of_a_stream_is_told_before_the_query_begins(
+    options: dict[str, str], sentence: str, tmp_path: Path
+) -> None:
+    """The query began, and failed with pages of Java; with a `valueSchema`, in its first batch."""
+    table, checkpoint = str(tmp_path / "table"), str(tmp_path)
+    with pytest.raises(OptionError, match=sentence):
+        keep_latest_state(NO_SESSION, URL, table, checkpoint, options=options)
+    with pytest.raises(OptionError, match=sentence):
+        reprocess(NO_SESSION, URL, URL, checkpoint, options=options)
+    with pytest.raises(OptionError, match=sentence):
+        join(NO_SESSION, URL, URL, URL, checkpoint, options=options)
+
+
+@pytest.mark.parametrize("name", ["metadata", "includeValue"])
+def test_a_table_needs_all_its_columns(name: str, tmp_path: Path) -> None:
+    """The query began, and failed in its first batch."""
+    with pytest.raises(OptionError, match=f"Leave out {name}=false"):
+        keep_latest_state(NO_SESSION, URL, "/a", str(tmp_path), options={name: "false"})

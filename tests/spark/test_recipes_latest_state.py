@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from deltalake import DeltaTable
 from pyspark.sql import DataFrame, SparkSession
-from pyspark.sql.types import StructField, StructType
+from pyspark.sql.types import LongType, StructField, StructType
 
 from tests.spark.bucket import (
     Contents,
@@ -253,6 +253,15 @@ def test_a_table_does_not_mix_up_buckets(spark: SparkSession) -> None:
     columns = StructType([StructField(name, *column) for name, column in READ_COLUMNS.items()])
     with pytest.raises(OptionError, match="a table of its own"):
         newest_of_batch(spark.createDataFrame([], columns))
+
+
+def test_a_table_has_values_as_they_are(spark: SparkSession) -> None:
+    """A struct ended with a traceback of Arrow's."""
+    columns = {**READ_COLUMNS, "value": (StructType([StructField("a", LongType())]), True)}
+    del columns["bucket"]
+    schema = StructType([StructField(name, *column) for name, column in columns.items()])
+    with pytest.raises(OptionError, match="the column value is struct<a:bigint>, and the table"):
+        newest_of_batch(spark.createDataFrame([], schema))
 
 
 def test_a_marker_drops_what_was_before_it_in_its_partition(spark: SparkSession) -> None:

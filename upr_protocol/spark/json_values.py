@@ -74,7 +74,8 @@ class ValueParser:
     def parse(self, values: pa.Array, kind: pa.StructType) -> pa.Array:
         """A struct for each value; null for a value that is null, or not an object that fits.
 
-        A field that the value lacks is null, and one that the struct lacks is left out.
+        A field that the value lacks is null, and one that the struct lacks is left out. Of a field
+        that the value has twice, both have to fit, and the last one counts.
 
         Args:
             values: A column of bytes.

@@ -31,6 +31,7 @@ from upr_protocol.spark.recipes.reprocess import TEXT_SCHEMA
 from upr_protocol.spark.recipes.target import (
     check_bucket_of,
     check_query_arguments,
+    check_source_options,
     check_write_options,
     start_query,
     write_target,
@@ -109,6 +110,8 @@ def join(
     check_query_arguments(options, available_now=available_now, interval=interval)
     check_write_options(write_options)
     _check_stream_options(options or {})
+    for url in (left_url, right_url):
+        check_source_options(url, options)
     spark.dataSource.register(UprDataSource)
     spark.dataSource.register(LeasedDataSource)
     stream_options = dict(options or {})

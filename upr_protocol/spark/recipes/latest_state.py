@@ -12,11 +12,18 @@ from pyspark.errors import PySparkException
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F
 from pyspark.sql.streaming.query import StreamingQuery
+from pyspark.sql.types import StructType
 from pyspark.sql.utils import is_remote
 
 from upr_protocol.spark.errors import OptionError, PipelineError
+from upr_protocol.spark.read_options import ReadOptions
 from upr_protocol.spark.recipes.rewound_rows import reached_metadata, rewound_rows
-from upr_protocol.spark.recipes.target import check_bucket_of, check_triggers, start_query
+from upr_protocol.spark.recipes.target import (
+    check_bucket_of,
+    check_source_options,
+    check_triggers,
+    start_query,
+)
 from upr_protocol.spark.source import UprDataSource
 
 ProgressCallback = Callable[[str], None]
@@ -225,7 +232,8 @@ def newest_of_batch(batch: DataFrame) -> tuple[pa.Table, dict[int, int], dict[in
         to which it went back; and by partition the number to which it came.
 
     Raises:
-        OptionError: A column is missing; or there are several buckets, as the column bucket says.
+        OptionError: A column is missing, or values are structs; or there are several buckets, as
+            the column bucket says.
     """
     if "bucket" in batch.columns:
         # Items of two buckets with one key would be one row, and a marker would drop rows of both.
@@ -237,6 +245,12 @@ def newest_of_batch(batch: DataFrame) -> tuple[pa.Table, dict[int, int], dict[in
     for name in columns:
         if name not in batch.columns:
             raise OptionError(f"the column {name} is missing: stream with metadata and values")
+    value_type = batch.schema["value"].dataType
+    if isinstance(value_type, StructType):
+        raise OptionError(
+            f"the column value is {value_type.simpleString()}, and the table has values as they "
+            "are: stream without valueSchema, and parse them where the table is read"
+        )
     marker_of = F.when(F.col("op") == "rollback", F.col("partition"))
     newest = batch.groupBy("key", marker_of.alias("marker")).agg(
         F.max_by(F.struct(*columns), "seq").alias("newest")
@@ -300,7 +314,8 @@ def keep_latest_state(
         The query, which runs: `awaitTermination()` waits for its end.
 
     Raises:
-        OptionError: Both triggers are given; or there is no `app_id` over Spark Connect.
+        OptionError: Both triggers are given; or there is no `app_id` over Spark Connect; or an
+            option is wrong.
         PipelineError: `deltalake` is not installed, or the bucket cannot be reached.
     """
     check_triggers(available_now=available_now, interval=interval)
@@ -313,8 +328,18 @@ def keep_latest_state(
         storage_options=storage_options,
         on_progress=on_progress,
     )
+    settings = _with_defaults(options or {})
+    _check_columns(check_source_options(url, settings))
     spark.dataSource.register(UprDataSource)
-    settings = {name.lower(): value for name, value in (options or {}).items()}
+    changes = spark.readStream.format("upr").options(**settings).option("url", url).load()
+    check_bucket_of(url, settings)
+    writer = changes.writeStream.foreachBatch(sink)
+    return start_query(writer, checkpoint, available_now=available_now, interval=interval)
+
+
+def _with_defaults(options: Mapping[str, str]) -> dict[str, str]:
+    """The options of the stream, their names in lower case."""
+    settings = {name.lower(): value for name, value in options.items()}
     lacks_nothing = (
         settings.get("stability", "durable").lower() == "durable"
         and settings.get("failondataloss", "true").lower() == "true"
@@ -322,10 +347,19 @@ def keep_latest_state(
     settings.setdefault("onrollback", "rewind" if lacks_nothing else "marker")
     if "maxoffsetspertrigger" not in settings and settings.get("stability", "").lower() != "any":
         settings.setdefault("maxbytespertrigger", str(MERGE_BYTES_DEFAULT))
-    changes = spark.readStream.format("upr").options(**settings).option("url", url).load()
-    check_bucket_of(url, settings)
-    writer = changes.writeStream.foreachBatch(sink)
-    return start_query(writer, checkpoint, available_now=available_now, interval=interval)
+    return settings
+
+
+def _check_columns(options: ReadOptions) -> None:
+    """Makes sure that a stream has all columns of the table. Raises `OptionError`."""
+    for name, has_columns in (
+        ("metadata", options.metadata),
+        ("includeValue", options.include_value),
+    ):
+        if not has_columns:
+            raise OptionError(
+                f"the table needs columns that the stream lacks. Leave out {name}=false"
+            )
 
 
 def _query_id(batch: DataFrame) -> str:

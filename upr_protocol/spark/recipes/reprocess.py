@@ -13,6 +13,7 @@ from upr_protocol.spark.recipes.failure import plain_errors
 from upr_protocol.spark.recipes.target import (
     check_bucket_of,
     check_query_arguments,
+    check_source_options,
     check_write_options,
     start_query,
     write_target,
@@ -65,11 +66,12 @@ def reprocess(
         when the source lost changes that were written: then begin anew with an empty target.
 
     Raises:
-        OptionError: Both triggers are given, or `onRollback` or `writeId`.
-        PipelineError: An option is wrong.
+        OptionError: Both triggers are given, or `onRollback` or `writeId`; or an option is wrong.
+        PipelineError: A bucket cannot be reached.
     """
     check_query_arguments(options, available_now=available_now, interval=interval)
     check_write_options(write_options)
+    check_source_options(url, options)
     spark.dataSource.register(UprDataSource)
     changes = (
         spark.readStream.format("upr")

@@ -12,6 +12,7 @@ from pyspark.sql.streaming.readwriter import DataStreamWriter
 from upr_protocol.spark.driver_connection import check_bucket
 from upr_protocol.spark.errors import OptionError
 from upr_protocol.spark.options import SourceOptions, connection_options
+from upr_protocol.spark.read_options import ReadOptions
 
 _OWN_OPTIONS: Final = frozenset(
     {"url", "operation", "operationcolumn", "keycolumn", "valuecolumn"}
@@ -59,6 +60,29 @@ def check_query_arguments(
             "the option onRollback is not for this recipe: the target cannot undo changes that the "
             "source lost"
         )
+
+
+def check_source_options(url: str, options: Mapping[str, str] | None) -> ReadOptions:
+    """Makes sure, before a query begins, that the options of its stream are right. Spark would tell
+    of a wrong one when the query has begun, with pages of Java.
+
+    Args:
+        url: The bucket that is read.
+        options: More options of the stream.
+
+    Returns:
+        The options.
+
+    Raises:
+        OptionError: One is wrong, or is `valueSchema`.
+    """
+    read_options = ReadOptions.parse({**(options or {}), "url": url}, streaming=True)
+    if read_options.value_schema:
+        raise OptionError(
+            "the option valueSchema is not for this recipe: leave it out. A recipe that computes "
+            "values has an argument for their schema"
+        )
+    return read_options
 
 
 def check_write_options(options: Mapping[str, str] | None) -> None:
