@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from deltalake import DeltaTable
 from pyspark.sql import DataFrame, SparkSession
+from pyspark.sql import functions as F
 from pyspark.sql.types import LongType, StructField, StructType
 
 from tests.spark.bucket import (
@@ -245,7 +246,11 @@ def test_the_latest_of_what_was_read_is_what_there_is(
     assert newest.columns == changes_of(spark, url).columns
     assert contents_of_frame(newest) == contents(url)
     few = spark.read.format("upr").option("url", url).option("metadata", "false").load()
-    assert {bytes(row["key"]) for row in latest(few).collect()} == set(contents(url))
+    # A column of the caller's is kept, whatever its name is.
+    few = few.withColumn("a.b `c", F.lit(1))
+    assert {(bytes(row["key"]), row["a.b `c"]) for row in latest(few, "a.b `c").collect()} == {
+        (key, 1) for key in contents(url)
+    }
 
 
 def test_a_table_does_not_mix_up_buckets(spark: SparkSession) -> None:

@@ -51,7 +51,7 @@ def latest(changes: DataFrame, order: str | None = None) -> DataFrame:
         rows = _after_markers(changes, order)
     elif "op" in changes.columns:
         rows = changes.where(F.col("op") != "rollback")
-    columns = [F.col(name) for name in changes.columns]
+    columns = [_column(name) for name in changes.columns]
     newest = rows.groupBy(*_of_bucket(changes), "key").agg(
         F.max_by(F.struct(*columns), F.struct(*_order(order), "seq")).alias("newest")
     )
@@ -61,7 +61,7 @@ def latest(changes: DataFrame, order: str | None = None) -> DataFrame:
 def _after_markers(changes: DataFrame, order: str | None) -> DataFrame:
     """The rows that no marker drops, without the markers."""
     is_marker = F.col("op") == "rollback"
-    place = F.lit(0) if order is None else F.col(order)
+    place = F.lit(0) if order is None else _column(order)
     partition_columns = [*_of_bucket(changes), "partition"]
     markers = (
         changes.where(is_marker)
@@ -99,4 +99,10 @@ def _of_bucket(changes: DataFrame) -> list[str]:
 
 
 def _order(order: str | None) -> list[Column]:
-    return [] if order is None else [F.col(order)]
+    return [] if order is None else [_column(order)]
+
+
+def _column(name: str) -> Column:
+    """The column of this name, whatever is in that: Spark takes a dot for a field of a struct."""
+    escaped = name.replace("`", "``")
+    return F.col(f"`{escaped}`")
