@@ -152,19 +152,7 @@ def plan(
         raise _failover_error(options)
     infos = driver.partition_infos()
     bounds = _bounds(options, start, end, seqnos)
-    if not options.durable:
-        for partition, _, end_seq in bounds:
-            if not infos[partition].log.contains(seqnos[partition].history_id, end_seq):
-                raise _failover_error(options)
-        ranges = [
-            attrs.evolve(
-                _range_of(infos, *range_bounds),
-                has_whole_snapshot=isinstance(end, str) or range_bounds[0] not in end,
-            )
-            for range_bounds in bounds
-        ]
-        lease_id = 0
-    else:
+    if options.durable:
         # To the end that is on disk when the lease is granted: nothing is overtaken there.
         to_the_end = isinstance(end, str)
         ranges = _pin_ranges(
@@ -176,6 +164,14 @@ def plan(
             to_the_end=to_the_end,
             acquires_lease=acquires_lease,
         )
+    else:
+        lease_id = 0
+        if any(
+            not infos[partition].log.contains(seqnos[partition].history_id, end_seq)
+            for partition, _, end_seq in bounds
+        ):
+            raise _failover_error(options)
+        ranges = _unpinned_ranges(infos, bounds, end)
     if options.start_time is not None:
         ranges = list(_since(driver.seqnos_at_time(options.start_time), ranges))
     if has_time and _history_ids(driver.seqnos()) != history_ids:
@@ -273,6 +269,22 @@ def _pin_ranges(
             history_id=pinned.history_id,
         )
         for pinned in lease.ranges
+    ]
+
+
+def _unpinned_ranges(
+    infos: Mapping[PartitionId, PartitionInfo],
+    bounds: Iterable[tuple[PartitionId, SeqNo, SeqNo]],
+    end: str | Mapping[int, int],
+) -> list[PartitionRange]:
+    """The ranges of a read without a lease. Where no number ends it, it may have more: the rest of
+    a snapshot that the server sends."""
+    return [
+        attrs.evolve(
+            _range_of(infos, partition, start_seq, end_seq),
+            has_whole_snapshot=isinstance(end, str) or partition not in end,
+        )
+        for partition, start_seq, end_seq in bounds
     ]
 
 

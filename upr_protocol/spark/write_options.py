@@ -134,21 +134,10 @@ class WriteOptions:
             (types.IntegralType, types.TimestampType, types.TimestampNTZType, types.DateType),
             "a whole number of seconds since 1970, or a time",
         )
-        cas = columns.optional("casColumn", source_options, (types.IntegralType,), "a whole number")
-        if cas is not None and operation == "insert":
-            raise OptionError(
-                "the options casColumn and operation=insert exclude each other: a key that does "
-                "not exist has no CAS. Write with replace, or leave casColumn out"
-            )
-        value_text = source_options.text("valueColumn", "value")
-        values: tuple[ColumnPath, ...] = ()
-        if operation == "delete":
-            pass
-        elif value_text.strip() == "*":
-            values = columns.all_but({operation_column, flags, expiry, cas})
-        else:
-            values = columns.several("valueColumn", value_text)
-            _check_field_names(values)
+        cas = _cas_column(source_options, columns, operation)
+        values, value_is_object = _value_columns(
+            source_options, columns, operation, {operation_column, flags, expiry, cas}
+        )
         durability = DURABILITIES[source_options.choice("durability", "persisted", DURABILITIES)]
         write_options = cls(
             address,
@@ -157,7 +146,7 @@ class WriteOptions:
             keys,
             source_options.text("keySeparator", KEY_SEPARATOR_DEFAULT),
             values,
-            value_text.strip() == "*" or len(values) > 1,
+            value_is_object,
             flags,
             expiry,
             cas,
@@ -184,6 +173,44 @@ def _operation(source_options: SourceOptions, columns: _Columns) -> tuple[str, C
     if column_text is not None:
         raise OptionError('operationColumn goes with .option("operation", "apply")')
     return operation, None
+
+
+def _cas_column(
+    source_options: SourceOptions, columns: _Columns, operation: str
+) -> ColumnPath | None:
+    """The column of the CAS values that are expected, if it was given."""
+    cas = columns.optional("casColumn", source_options, (types.IntegralType,), "a whole number")
+    if cas is not None and operation == "insert":
+        raise OptionError(
+            "the options casColumn and operation=insert exclude each other: a key that does "
+            "not exist has no CAS. Write with replace, or leave casColumn out"
+        )
+    return cas
+
+
+def _value_columns(
+    source_options: SourceOptions,
+    columns: _Columns,
+    operation: str,
+    excluded: set[ColumnPath | None],
+) -> tuple[tuple[ColumnPath, ...], bool]:
+    """The columns of the values, none for `delete`; and whether they make a JSON object.
+
+    Args:
+        source_options: The options.
+        columns: The columns of what is written.
+        operation: What is done with every row.
+        excluded: The columns that `*` leaves out.
+    """
+    text = source_options.text("valueColumn", "value")
+    is_whole_row = text.strip() == "*"
+    if operation == "delete":
+        return (), is_whole_row
+    if is_whole_row:
+        return columns.all_but(excluded), True
+    values = columns.several("valueColumn", text)
+    _check_field_names(values)
+    return values, len(values) > 1
 
 
 def _check_field_names(values: Sequence[ColumnPath]) -> None:
