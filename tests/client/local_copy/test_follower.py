@@ -22,6 +22,7 @@ from tests.kit.drawn_schedule import FailoverSchedule
 from tests.kit.effort import effort
 from tests.kit.fake_net import FakeNet
 from tests.kit.fake_server import FakeServer
+from upr_protocol import failover
 from upr_protocol.client import (
     ChunkReceived,
     Item,
@@ -107,6 +108,19 @@ class Schedule(FailoverSchedule):
 def test_a_committed_partition_equals_the_servers_state_wherever_it_claims_to(seed: int) -> None:
     with tempfile.TemporaryDirectory() as folder:
         schedule = Schedule(seed, Path(folder))
+        schedule.run()
+        assert contents(schedule.folder) == schedule.server.contents()
+        check_ends(schedule.folder, schedule.branches)
+
+
+@pytest.mark.parametrize("entries_max", [2, 5])
+def test_copies_are_right_when_failover_logs_are_full(
+    entries_max: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """As above, with logs so short that histories are dropped all the time."""
+    monkeypatch.setattr(failover, "FAILOVER_ENTRIES_MAX", entries_max)
+    for seed in range(effort(2, 20)):
+        schedule = Schedule(seed, tmp_path / str(seed))
         schedule.run()
         assert contents(schedule.folder) == schedule.server.contents()
         check_ends(schedule.folder, schedule.branches)
