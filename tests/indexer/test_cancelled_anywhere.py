@@ -83,6 +83,7 @@ from upr_server.indexer.replicated_slice import ReplicatedSlice
 from upr_server.indexer.scanner import Scanner
 from upr_server.indexer.server_progress import ServerProgress
 from upr_server.indexer.short_scan import VALUES_MAX, check_query, selection_of
+from upr_server.indexer.silence import Silence
 from upr_server.indexer.slice import Slice
 from upr_server.indexer.slice_link import LinkedSlice
 from upr_server.indexer.slice_scanner import SliceScanner
@@ -573,6 +574,18 @@ async def test_the_wait_for_unsent_messages_can_be_cancelled() -> None:
             nursery.cancel_scope.cancel()
 
     (await cancelled_at_each_step(work, then=work)).check_inside(*OUTBOX)
+
+
+SILENCE: Final = tries(Silence.until_too_long)
+
+
+async def test_the_wait_for_a_long_silence_can_be_cancelled(autojump_clock: MockClock) -> None:
+    async def work() -> None:
+        silence = Silence(limit_s=3.0, step_s=1.0)
+        with silence.awaited():
+            await silence.until_too_long()
+
+    (await cancelled_at_each_step(work, then=work)).check_inside(*SILENCE)
 
 
 FOLDERS: Final = tries(retry_while_in_use, remove_other_slices)

@@ -54,6 +54,6 @@ def test_a_stream_that_cannot_begin_says_why(spark: SparkSession, tmp_path: Path
     reader = spark.readStream.format("upr").option("url", "upr://127.0.0.1:1/b")
     writer = reader.option("endingOffsets", "latest").load().writeStream.format("noop")
     query = writer.option("checkpointLocation", str(tmp_path)).start()
-    sentence = r"\[UPR_OPTION\] there is no option endingoffsets"
+    sentence = r"\[UPR_OPTION\] the option endingOffsets is for a read, and this is a stream"
     with pytest.raises(StreamingQueryException, match=sentence):
         query.awaitTermination(60)
