@@ -576,14 +576,14 @@ async def test_the_wait_for_unsent_messages_can_be_cancelled() -> None:
     (await cancelled_at_each_step(work, then=work)).check_inside(*OUTBOX)
 
 
-SILENCE: Final = tries(Silence.until_too_long)
+SILENCE: Final = tries(Silence.wait_until_too_long)
 
 
 async def test_the_wait_for_a_long_silence_can_be_cancelled(autojump_clock: MockClock) -> None:
     async def work() -> None:
         silence = Silence(limit_s=3.0, step_s=1.0)
-        with silence.awaited():
-            await silence.until_too_long()
+        with silence.waiting():
+            await silence.wait_until_too_long()
 
     (await cancelled_at_each_step(work, then=work)).check_inside(*SILENCE)
 

@@ -114,7 +114,7 @@ async def _take_questions(
         while True:
             # A node that does not read the answers gets no more of them.
             await frames.wait_until_unsent_below(OUTBOX_BYTES_MAX)
-            with silence.awaited():
+            with silence.waiting():
                 message = await anext(messages, None)
             if message is None:
                 return
@@ -122,7 +122,7 @@ async def _take_questions(
 
 
 async def _end_silent_link(silence: Silence, scope: trio.CancelScope) -> None:
-    await silence.until_too_long()
+    await silence.wait_until_too_long()
     log.warning("a node has asked nothing; ending its link", seconds=SILENT_S)
     scope.cancel()
 

@@ -26,19 +26,19 @@ class Silence:
         self.limit_s = limit_s
         self._step_s = step_s
         self._steps = 0
-        self._is_awaited = False
+        self._is_waiting = False
 
     @contextmanager
-    def awaited(self) -> Iterator[None]:
+    def waiting(self) -> Iterator[None]:
         """While in this context, something is awaited; at its end it has come."""
-        self._steps, self._is_awaited = 0, True
+        self._steps, self._is_waiting = 0, True
         try:
             yield
         finally:
-            self._is_awaited = False
+            self._is_waiting = False
 
-    async def until_too_long(self) -> None:
+    async def wait_until_too_long(self) -> None:
         """Waits until something has been awaited for as long as the limit, less up to a step."""
-        while not self._is_awaited or self._steps * self._step_s < self.limit_s:
+        while not self._is_waiting or self._steps * self._step_s < self.limit_s:
             await trio.sleep(self._step_s)
             self._steps += 1

@@ -157,13 +157,13 @@ class LinkedSlice(ABC):
         async with trio.open_nursery() as nursery:
             nursery.start_soon(self._end_silent_link, silence, scope)
             while True:
-                with silence.awaited():
+                with silence.waiting():
                     await self._ping_link()
                 silence.limit_s = HANG_S
                 await trio.sleep(PING_S)
 
     async def _end_silent_link(self, silence: Silence, scope: trio.CancelScope) -> None:
-        await silence.until_too_long()
+        await silence.wait_until_too_long()
         log.warning("a slice does not answer; giving its link up", slice=self.title)
         scope.cancel()
 

@@ -108,7 +108,7 @@ def _unreadable_error(directory: Path, error: Exception) -> LocalCopyError:
     )
 
 
-def stored(value: object, kind: type[T]) -> T:
+def check_type(value: object, kind: type[T]) -> T:
     """A value of a column whose values are all of this type. SQLite does not compare bytes with a
     checksum, and damage may make one type another.
 
@@ -120,9 +120,9 @@ def stored(value: object, kind: type[T]) -> T:
     raise _damage(f"a value is {value!r:.50}, not of type {kind.__name__}")
 
 
-def stored_uint64(blob: object) -> int:
-    """The value of a column that `uint64_blob` made. Raises as `stored`."""
-    data = stored(blob, bytes)
+def parse_uint64_blob(blob: object) -> int:
+    """The value of a column that `uint64_blob` made. Raises as `check_type`."""
+    data = check_type(blob, bytes)
     if len(data) != _UINT64_BYTES:
         raise _damage(f"a number has {len(data)} bytes, and not {_UINT64_BYTES}")
     return int.from_bytes(data, "big")
@@ -192,17 +192,17 @@ def count_items(database: sqlite3.Connection) -> int:
 
 
 def _item(row: ItemRow) -> Item:
-    """The item of a row that is not a deletion. Raises as `stored`."""
+    """The item of a row that is not a deletion. Raises as `check_type`."""
     partition, key, value, seq, history, cas, flags, expiry = row
     return Item(
-        stored(key, bytes),
-        stored(value, bytes),
-        Cas(stored_uint64(cas)),
-        stored(flags, int),
-        stored(expiry, int),
-        SeqNo(stored(seq, int)),
-        PartitionId(stored(partition, int)),
-        HistoryId(stored_uint64(history)),
+        check_type(key, bytes),
+        check_type(value, bytes),
+        Cas(parse_uint64_blob(cas)),
+        check_type(flags, int),
+        check_type(expiry, int),
+        SeqNo(check_type(seq, int)),
+        PartitionId(check_type(partition, int)),
+        HistoryId(parse_uint64_blob(history)),
     )
 
 
@@ -272,7 +272,7 @@ class LocalCopyReader:
     def _numbers(self, query: str) -> dict[PartitionId, SeqNo]:
         with self._reading():
             return {
-                PartitionId(partition): SeqNo(stored(number, int))
+                PartitionId(partition): SeqNo(check_type(number, int))
                 for partition, number in self._database.execute(query)
             }
 

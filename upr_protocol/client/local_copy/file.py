@@ -25,13 +25,13 @@ from upr_protocol.client.local_copy.database import (
     ItemRow,
     LocalCopyError,
     LocalCopyWriteError,
+    check_type,
     connect_database,
     count_items,
     create_if_missing,
     get_item,
+    parse_uint64_blob,
     read_resume_state,
-    stored,
-    stored_uint64,
     translated_errors,
     uint64_blob,
     use_error,
@@ -274,7 +274,7 @@ class LocalCopyFile:
         row = self._database.execute(
             "SELECT floor FROM partitions WHERE partition = ?", (partition,)
         ).fetchone()
-        return SeqNo(stored(row[0], int) if row else 0)
+        return SeqNo(check_type(row[0], int) if row else 0)
 
     async def foreign_keys(
         self, partition: PartitionId, log: FailoverLog, seq: SeqNo
@@ -287,18 +287,18 @@ class LocalCopyFile:
         keys: list[bytes] = []
         highest_seq = seq
         for (history,) in database.execute(_HISTORIES, {"partition": partition}).fetchall():
-            branch_end = log.end_of(HistoryId(stored_uint64(history)))
+            branch_end = log.end_of(HistoryId(parse_uint64_blob(history)))
             arguments = (partition, history, min(branch_end, (1 << 63) - 1))
             rows = database.execute(
                 "SELECT key FROM items WHERE partition = ? AND history = ? AND seq > ?", arguments
             )
-            keys += [stored(key, bytes) for (key,) in rows]
+            keys += [check_type(key, bytes) for (key,) in rows]
             (highest,) = database.execute(
                 "SELECT max(seq) FROM items WHERE partition = ? AND history = ? AND seq <= ?",
                 arguments,
             ).fetchone()
             if highest is not None:
-                highest_seq = SeqNo(max(highest_seq, stored(highest, int)))
+                highest_seq = SeqNo(max(highest_seq, check_type(highest, int)))
         return ForeignKeys(keys, highest_seq)
 
     async def get(self, partition: PartitionId, key: bytes) -> Item | None:

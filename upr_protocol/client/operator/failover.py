@@ -79,7 +79,7 @@ async def fail_over(
     await failover.fence()
     await failover.check_fenced(lose_acknowledged=lose_acknowledged)
     actives = await failover.choose_actives(to, lose_acknowledged=lose_acknowledged)
-    await failover.fence_alone(actives, lose_acknowledged=lose_acknowledged)
+    await failover.fence_at_own_revision(actives, lose_acknowledged=lose_acknowledged)
     return await failover.promote(actives)
 
 
@@ -89,15 +89,17 @@ def _without_served(
     """The partitions of a node that wait; all if none does, or the node serves none. After a crash
     of all nodes the failover of one makes others active, which have partitions that still wait."""
     assignments = survey.require_map().partitions
-    served = [
+    served_partitions = [
         partition
         for partition in partitions
         if _running_active_of(survey, partition, assignments[partition])
     ]
-    if not served or len(served) == len(partitions):
+    if not served_partitions or len(served_partitions) == len(partitions):
         return partitions
-    operator.on_progress(f"{node} is running, and stays active for {partitions_text(served)}")
-    return sorted(set(partitions) - set(served))
+    operator.on_progress(
+        f"{node} is running, and stays active for {partitions_text(served_partitions)}"
+    )
+    return sorted(set(partitions) - set(served_partitions))
 
 
 def _running_active_of(survey: Survey, partition: PartitionId, assignment: Assignment) -> str:
@@ -387,7 +389,7 @@ class _Failover:
         names = ", ".join(sorted(copy.node for copy in self._copies[partition]))
         return f"the histories of {names or 'no node'} have diverged"
 
-    async def fence_alone(
+    async def fence_at_own_revision(
         self, actives: Mapping[PartitionId, str], *, lose_acknowledged: bool
     ) -> None:
         """Fences the nodes again, so that another failover, which reaches other nodes, has nothing
@@ -401,7 +403,7 @@ class _Failover:
             OvertakenError: Another failover has made one of them follow it.
             PartlyDoneError: Too few of them take the fence.
         """
-        failures = await self._change.fence_alone(self.fenced_nodes)
+        failures = await self._change.fence_at_own_revision(self.fenced_nodes)
         self.fenced_nodes = [name for name in self.fenced_nodes if name not in failures]
         lacking_partitions, _ = self._missing_replicas(
             self.fenced_nodes, counts_incomplete=lose_acknowledged

@@ -70,7 +70,7 @@ class MapChange:
         addresses = {n: self.publisher.addresses[n] for n in nodes if n not in failures}
         return failures, await self.operator.node_reports(addresses)
 
-    async def fence_alone(self, nodes: Sequence[str]) -> Mapping[str, PartlyDoneError]:
+    async def fence_at_own_revision(self, nodes: Sequence[str]) -> Mapping[str, PartlyDoneError]:
         """Fences nodes that are fenced again, with a revision that no other failover has. From then
         on they follow another failover that began at the same time only if that has a higher one.
 
