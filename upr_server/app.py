@@ -186,7 +186,8 @@ async def running_server(
     system = attrs.evolve(system, security=config.node_security())
     bus = None
     if config.events:
-        bus = EventBus(store, time=system.time, new_id=system.new_id)
+        # The system's clock may be set: consumers would then count as dead, or as alive for hours.
+        bus = EventBus(store, time=trio.current_time, new_id=system.new_id)
     # The server listens first: if the address is in use, the start fails before it touches a
     # bucket. A client that connects early waits until it is served.
     async with system.bind(config.listen) as bound, trio.open_nursery() as nursery:

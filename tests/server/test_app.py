@@ -12,6 +12,7 @@ import trio
 import trio.testing
 
 from tests.server.test_bucket_disk import batch
+from upr_protocol.bucket_event import EventFilter
 from upr_protocol.chunk import Chunk, Mutation
 from upr_protocol.client import connect, consume
 from upr_protocol.errors import ServerError, Status
@@ -207,6 +208,34 @@ async def test_an_expired_item_is_deleted_without_a_request(
         assert partition.high_seq == 1
         await trio.sleep(10.0)
         assert (partition.high_seq, partition.item_count) == (2, 0)
+
+
+@pytest.mark.parametrize("step_s", [-7200.0, 7200.0])
+async def test_a_clock_that_is_set_changes_no_timeout_of_a_consumer_of_events(
+    autojump_clock: trio.testing.MockClock, step_s: float
+) -> None:
+    """One that asks in time is not cleared, and one that does not ask is, so that it takes no place
+    of others for hours."""
+    clock_s = 1e9
+    system = System(time=lambda: clock_s + trio.current_time())
+
+    async def ask(consumer: str, acknowledged: int = 0) -> tuple[int, bool]:
+        batch_id, must_look, _ = await bus.next_events(
+            consumer, EventFilter(), timeout_s=9.0, acknowledged=acknowledged, wait_s=1.0
+        )
+        return batch_id, must_look
+
+    config = ServerConfig(listen="127.0.0.1:0")
+    async with running_server(config, SimulatedStore(), system) as server:
+        assert server.events is not None
+        bus = server.events
+        batch_id, _ = await ask("alive")
+        await ask("dead")
+        clock_s += step_s
+        await trio.sleep(6.0)
+        assert await ask("alive", batch_id) == (0, False)
+        await trio.sleep(6.0)
+        assert bus.statistics()["consumers"] == 1
 
 
 def names_of_buckets() -> list[str]:

@@ -25,7 +25,7 @@ HEALTH_CHECK_S: Final = 1.0
 """The longest pause between two checks of consumers' health: the shortest timeout."""
 
 HEALTH_CHECK_S_MIN: Final = 0.05
-"""The shortest pause between two checks: the clock that deadlines refer to may stand still."""
+"""The shortest pause between two checks: the deadline of a consumer that waits may have passed."""
 
 log = structlog.get_logger(__name__)
 
@@ -35,7 +35,7 @@ class EventBus:
 
     Args:
         store: Where the queues outlive a clean stop.
-        time: Seconds since 1970.
+        time: Seconds, by a clock that nobody sets.
         new_id: Draws a fresh non-zero random number.
 
     Attributes:

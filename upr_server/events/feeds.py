@@ -30,7 +30,7 @@ class EventFeeds:
     Args:
         queues: The queues.
         changed: Notified when something was counted.
-        time: Seconds since 1970.
+        time: Seconds, by a clock that nobody sets.
         new_id: Draws a fresh non-zero random number. Batches are not counted: after a crash a
             number from before must not acknowledge another batch.
         interval_s: How soon after a poll there may be another, for the same consumer.

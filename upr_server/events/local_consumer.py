@@ -38,7 +38,7 @@ class LocalConsumer:
         timeout_s: How long its queue is kept when it does not report.
         queues: The queues.
         changed: Notified when something was counted.
-        time: Seconds since 1970.
+        time: Seconds, by a clock that nobody sets.
     """
 
     def __init__(

@@ -98,7 +98,7 @@ class EventQueue:
 
     Attributes:
         timeout_s: How long the queue is kept after the consumer's last report.
-        reported_at: When the consumer last said that it is alive, in seconds since 1970.
+        reported_at: When the consumer last said that it is alive, by the clock of the bus.
         filters: What is counted: whatever one of them lets through. Change it with `set_filters`.
         counters: By bucket name. Polled counters move to the end, so that a poll that stops early
             continues with the others.
@@ -163,7 +163,7 @@ class EventQueue:
 
     @property
     def deadline(self) -> float:
-        """When the consumer is dead unless it reports before, in seconds since 1970."""
+        """When the consumer is dead unless it reports before, by the clock of the bus."""
         return self.reported_at + self.timeout_s
 
     # For the producer. A late report of an earlier incarnation is ignored: the creation of the
@@ -273,7 +273,7 @@ class EventQueues:
         Args:
             consumer: Its name.
             timeout_s: When it has not reported for so long, it is dead.
-            now: The time, in seconds since 1970.
+            now: The time, by the clock of the bus.
 
         Returns:
             The consumer's queue; None when the consumer is unknown, or was cleared: it may have
