@@ -397,6 +397,22 @@ async def test_a_lapsed_lease_can_be_renewed_until_compaction_removes_data(
         assert figures(server) == (0, 0), "after a week it is forgotten"
 
 
+async def test_a_lease_lapses_in_time_though_the_clock_was_set_back(
+    server: Server, clock: Clock
+) -> None:
+    """Otherwise the lease of a client that has gone would keep compaction from the log for as long
+    as the clock was ahead."""
+    async with connect(server.url("b")) as client:
+        await write(client, 1, 2)
+        await client.acquire_lease(ALL, time_to_live_s=60, owner="me", lease_id=7)
+        clock.now -= 3600
+        await write(client, 3)
+        await compact(server)
+        assert figures(server) == (1, 0)
+        clock.now += 60
+        assert figures(server) == (0, 1)
+
+
 async def test_a_position_is_listed_with_its_distance_and_protects_no_range(
     server: Server, clock: Clock
 ) -> None:

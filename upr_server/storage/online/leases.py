@@ -326,6 +326,15 @@ class LeaseBook:
         await self._store.ask(DeleteLeases(self._bucket.name, [lease_id]))
         self._leases.pop(lease_id, None)
 
+    def limit_times_left(self) -> None:
+        """Has no lease live for longer from now than its owner asked for: the clock may have been
+        set back since. On disk the lease keeps its time, and a start does the same again."""
+        now = self._time()
+        for lease in list(self._leases.values()):
+            expires_at = now + lease.time_to_live_s
+            if lease.expires_at > expires_at:
+                self._leases[lease.lease_id] = msgspec.structs.replace(lease, expires_at=expires_at)
+
     async def delete_lapsed(self) -> None:
         """Deletes leases that lapsed long ago, and damaged ones, before compaction goes on."""
         lapsed_before = self._time() - LAPSED_S

@@ -196,6 +196,7 @@ class Maintenance:
         needs_index = (
             self._bucket.memory_policy.is_short(self._bucket.memory) or self._is_urgently_needed()
         )
+        self._leases.limit_times_left()
         await self._leases.delete_lapsed()
         # The step comes behind these on the disk.
         commits = self._flusher.commits_under_way()
