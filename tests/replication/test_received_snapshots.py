@@ -5,11 +5,16 @@ from __future__ import annotations
 import pytest
 
 from upr_protocol.chunk import Chunk, Mutation
-from upr_protocol.errors import RemoteProtocolError
+from upr_protocol.errors import RemoteProtocolError, Status
 from upr_protocol.failover import FailoverLog, PartialSnapshot, Position
-from upr_protocol.ids import Cas, HistoryId, Operation, SeqNo
-from upr_server.replication.received_snapshots import ANSWER_OVERHEAD_BYTES, ReceivedSnapshots
-from upr_server.storage.records import INDEXED_SEQ_MAX
+from upr_protocol.ids import Cas, HistoryId, Operation, PartitionId, PartitionState, SeqNo
+from upr_server.engine import Partition, PartitionImage, batch_of
+from upr_server.replication.received_snapshots import (
+    ANSWER_OVERHEAD_BYTES,
+    RECEIVED_CAS_MAX,
+    RECEIVED_SEQ_MAX,
+    ReceivedSnapshots,
+)
 
 HISTORY = HistoryId(7)
 LOG = FailoverLog.of_pairs([(7, 0)])
@@ -157,14 +162,38 @@ def test_a_source_that_leaves_out_chunks_is_refused() -> None:
         snapshots.end_snapshot(SeqNo(10))
 
 
-def test_a_sequence_number_that_is_too_high_for_the_index_is_refused() -> None:
-    """If the replica stored it, it would fail as soon as it indexed the change, and again after
-    each start."""
-    snapshots = ReceivedSnapshots(LOG, SeqNo(INDEXED_SEQ_MAX - 1), Cas(0))
-    snapshots.begin_snapshot(HISTORY, SeqNo(INDEXED_SEQ_MAX + 1), SeqNo(0))
-    snapshots.add_chunk(chunk(INDEXED_SEQ_MAX))
-    with pytest.raises(RemoteProtocolError, match="highest sequence number that can be stored"):
-        snapshots.add_chunk(chunk(INDEXED_SEQ_MAX + 1))
+def test_a_sequence_number_that_leaves_no_room_in_the_index_is_refused() -> None:
+    """A replica that stored a number too high for the index would fail as soon as it indexed the
+    change, and again after each start; and with the highest number of the index it could store
+    nothing more once it is active."""
+    snapshots = ReceivedSnapshots(LOG, SeqNo(RECEIVED_SEQ_MAX - 1), Cas(0))
+    snapshots.begin_snapshot(HISTORY, SeqNo(RECEIVED_SEQ_MAX + 1), SeqNo(0))
+    snapshots.add_chunk(chunk(RECEIVED_SEQ_MAX))
+    with pytest.raises(RemoteProtocolError, match="highest sequence number that a replica takes"):
+        snapshots.add_chunk(chunk(RECEIVED_SEQ_MAX + 1))
+
+
+def test_a_cas_that_leaves_no_room_for_higher_ones_is_refused() -> None:
+    def row(seq: int, cas: int) -> Chunk:
+        mutation = Mutation(Operation.SET, b"k", b"v", SeqNo(seq), Cas(cas))
+        return Chunk.build([mutation], SeqNo(seq - 1), SeqNo(seq))
+
+    snapshots = received(2, row(1, RECEIVED_CAS_MAX))
+    with pytest.raises(RemoteProtocolError, match="the highest that a replica takes"):
+        snapshots.add_chunk(row(2, RECEIVED_CAS_MAX + 1))
+
+
+def test_a_partition_that_replicated_the_highest_numbers_accepts_writes() -> None:
+    log = FailoverLog.of_pairs([(7, 0)])
+    image = PartitionImage(
+        PartitionState.ACTIVE, log, SeqNo(RECEIVED_SEQ_MAX), Cas(RECEIVED_CAS_MAX)
+    )
+    partition = Partition(PartitionId(0), lambda: HISTORY, image=image)
+    batch = batch_of(Chunk.build([Mutation(Operation.SET, b"k", b"v", expiry=5)]))
+    assert partition.mutate(batch, now=0.0).status is Status.OK
+    assert partition.expire(5.0) == 1
+    assert (partition.high_seq, partition.last_cas) == (RECEIVED_SEQ_MAX + 2, RECEIVED_CAS_MAX + 2)
+    partition.check_invariants()
 
 
 def test_a_rollback_drops_the_chunk_that_waits_for_its_end() -> None:

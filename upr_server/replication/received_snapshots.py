@@ -16,6 +16,13 @@ from upr_server.storage.records import INDEXED_SEQ_MAX, PartialRecord, Partition
 PublisherAnswer = tuple[bytes, int, SeqNo, bytes]
 """An answer to a publisher: writer, batch, the partition's high number then, the answer."""
 
+RECEIVED_SEQ_MAX: Final = INDEXED_SEQ_MAX // 2
+"""The highest sequence number that a replica takes. It may become active, and the key index must
+have room for what it accepts then: otherwise it could neither write nor delete what expires."""
+
+RECEIVED_CAS_MAX: Final = (1 << 63) - 1
+"""The same for the CAS, which has 64 bits. Nanoseconds since 1970 come to this in the year 2262."""
+
 ANSWER_OVERHEAD_BYTES: Final = 240
 """What a received answer takes in memory beside its own bytes, about."""
 
@@ -155,10 +162,15 @@ class ReceivedSnapshots:
             raise RemoteProtocolError(
                 f"the chunk ({chunk.start}, {chunk.end}] does not follow {self.received_seq}"
             )
-        if chunk.end > INDEXED_SEQ_MAX:
+        if chunk.end > RECEIVED_SEQ_MAX:
             raise RemoteProtocolError(
-                f"the chunk ({chunk.start}, {chunk.end}] ends above {INDEXED_SEQ_MAX}, the highest "
-                "sequence number that can be stored"
+                f"the chunk ({chunk.start}, {chunk.end}] ends above {RECEIVED_SEQ_MAX}, the "
+                "highest sequence number that a replica takes"
+            )
+        if chunk.count and chunk.cas[-1] > RECEIVED_CAS_MAX:
+            raise RemoteProtocolError(
+                f"the chunk ({chunk.start}, {chunk.end}] has the CAS {chunk.cas[-1]}, above "
+                f"{RECEIVED_CAS_MAX}, the highest that a replica takes"
             )
         self._chunks.append(chunk)
         self.nbytes += chunk.nbytes
