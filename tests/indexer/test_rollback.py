@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -130,6 +131,34 @@ async def test_an_index_loses_what_the_server_lost(
         assert rollbacks_synced
         with pytest.raises(WriteLostError, match="a failover has undone it"):
             await scan(world.indexer, "x/i", consistency="at_least", written=as_written(answer))
+
+
+async def test_changes_from_before_and_after_a_failover_are_required_together(
+    tmp_path: Path,
+) -> None:
+    """A client has the results of all its writes. The query was refused as wrong."""
+    world = World(0, tmp_path)
+    async with world.running():
+        await define(world.client, "x", {"i": BY_A})
+        await until_ready(world.indexer, "x/i")
+        kept = await world.client.set("k", '{"a": "kept"}', durability=Durability.PERSISTED)
+        world.hold_commits()
+        lost = await world.client.set("k", '{"a": "lost"}')
+        await world.crash("server")
+        await world.start_server()
+        new = await world.client.set("k", '{"a": "new"}')
+        assert (kept.partition, kept.history_id) == (lost.partition, lost.history_id)
+        assert new.history_id != kept.history_id
+
+        async def scan_after(*written: WriteResult) -> list[tuple[list[object], str]]:
+            required = tuple(itertools.chain.from_iterable(map(as_written, written)))
+            options = {"consistency": "at_least", "written": required, "timeout_s": 20}
+            return await scan(world.indexer, "x/i", **options)
+
+        assert await scan_after(kept, new) == [(["new"], "k")]
+        assert await scan_after(new, kept) == [(["new"], "k")]
+        with pytest.raises(WriteLostError, match=f"change {lost.seq} of partition"):
+            await scan_after(kept, lost, new)
 
 
 async def test_an_index_that_is_being_built_begins_again(tmp_path: Path) -> None:

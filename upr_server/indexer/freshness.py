@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 
 import trio
 
@@ -84,8 +84,15 @@ class ScanBarriers:
         await self._pipeline.wait_until(lambda: self._pipeline.has_applied(put_count))
 
 
-RequiredWrites = Mapping[PartitionId, tuple[HistoryId, SeqNo]]
-"""By partition, the history and number of the newest change that a scan must see."""
+RequiredWrites = Mapping[PartitionId, Mapping[HistoryId, SeqNo]]
+"""By partition and history, the number of the newest change that a scan must see. A client that has
+written through a failover names changes of the histories before and after it."""
+
+
+def _changes(writes: RequiredWrites) -> Iterator[tuple[PartitionId, HistoryId, SeqNo]]:
+    for partition, seqs in writes.items():
+        for history_id, seq in seqs.items():
+            yield partition, history_id, seq
 
 
 def has_writes(marks: Mapping[PartitionId, Mark], writes: RequiredWrites) -> bool:
@@ -99,7 +106,7 @@ def has_writes(marks: Mapping[PartitionId, Mark], writes: RequiredWrites) -> boo
         WriteLostError: It never will have one of them.
     """
     has_all = True
-    for partition, (history_id, seq) in writes.items():
+    for partition, history_id, seq in _changes(writes):
         mark = marks.get(partition, NO_MARK)
         if mark.has_lost(history_id, seq):
             raise WriteLostError(
@@ -114,7 +121,7 @@ def knows_histories(file: IndexFile, writes: RequiredWrites) -> bool:
     """Whether an index has met the histories of these changes. O(changes)."""
     return all(
         file.mark(partition).knows_history(history_id)
-        for partition, (history_id, _) in writes.items()
+        for partition, history_id, _ in _changes(writes)
     )
 
 
@@ -125,7 +132,7 @@ def check_histories(file: IndexFile, writes: RequiredWrites) -> None:
     Raises:
         WriteLostError: There is one.
     """
-    for partition, (history_id, seq) in writes.items():
+    for partition, history_id, seq in _changes(writes):
         if not file.mark(partition).knows_history(history_id):
             raise WriteLostError(
                 f"change {seq} of partition {partition} is of history {history_id:016x}, which the "

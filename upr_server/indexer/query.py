@@ -307,15 +307,12 @@ class Query(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
         return _EncodedRange(low=_End(low, meaning))
 
     def required_writes(self) -> RequiredWrites:
-        """The changes that must be in the index, the newest of each partition."""
-        newest: dict[PartitionId, tuple[HistoryId, SeqNo]] = {}
+        """The changes that must be in the index, the newest of each partition and history. O(n)."""
+        newest: dict[PartitionId, dict[HistoryId, SeqNo]] = {}
         for write in self.written:
-            partition, seq = PartitionId(write.partition), SeqNo(write.seq)
-            history_id = HistoryId(int(write.history_id, 16))
-            if partition in newest and newest[partition][0] != history_id:
-                raise QueryError("written", f"partition {partition} is named in two histories")
-            if partition not in newest or newest[partition][1] < seq:
-                newest[partition] = history_id, seq
+            history_id, seq = HistoryId(int(write.history_id, 16)), SeqNo(write.seq)
+            seqs = newest.setdefault(PartitionId(write.partition), {})
+            seqs[history_id] = max(seq, seqs.get(history_id, seq))
         return newest
 
 

@@ -175,7 +175,6 @@ class Scanner:
         definition = self._designs.find(name)
         await check_query(query)
         await selection_of(query, len(definition.key))
-        query.required_writes()
         with self._pool.reserve_for_scan() as reservation:
             answer = await self._answer(name, definition, query)
             reservation.reduce_to(answer.nbytes + SCAN_OVERHEAD_BYTES)

@@ -186,8 +186,8 @@ class SliceScanner:
                 return answer
         else:
             writes = {
-                partition: write
-                for partition, write in query.required_writes().items()
+                partition: seqs
+                for partition, seqs in query.required_writes().items()
                 if self._slice_id.has(partition)
             }
             answer, view = await self._answer(index, scan, selection, writes)
