@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable
 from contextlib import ExitStack, aclosing
 from functools import partial
+from http import HTTPStatus
 from typing import Any, Final, TypeVar
 
 import msgspec
@@ -64,6 +65,9 @@ sends does not read why."""
 
 BODY_S: Final = 30.0
 """How long a request's body may take to come."""
+
+SCAN_PATH: Final = "/scan"
+"""What stands behind the path of an index to scan it."""
 
 _STATUSES: Final[tuple[tuple[type[UprError], int, str], ...]] = (
     (LogInNeededError, 401, "log_in_needed"),
@@ -240,7 +244,11 @@ class _Handlers:
         return _json({"indexes": await self._scanner.statuses()})
 
     async def index(self, request: Request) -> Response:
-        return _json(await self._scanner.status(_name(request)))
+        name = _name(request)
+        if name.index.endswith(SCAN_PATH):
+            # The router would prefer another route that has the path to one that has the method.
+            raise HTTPException(HTTPStatus.METHOD_NOT_ALLOWED, headers={"Allow": "POST"})
+        return _json(await self._scanner.status(name))
 
     async def release(self, request: Request) -> Response:
         await self._scanner.release(request.path_params["moment"])
@@ -431,7 +439,7 @@ def application(indexer: Indexer, access: HttpAccess) -> Starlette:
             route("GET", "/v1/indexes", Right.READ, handlers.indexes),
             route("GET", index, Right.READ, handlers.index),
             route("DELETE", "/v1/moments/{moment}", Right.READ, handlers.release),
-            Route(index + "/scan", _Scan(indexer.scanner, access), methods=["POST"]),
+            Route(index + SCAN_PATH, _Scan(indexer.scanner, access), methods=["POST"]),
             WebSocketRoute(PATH, _Link(indexer, access)),
         ],
         exception_handlers={HTTPException: _answer_no_route},
