@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import math
 import socket
 import threading
 from base64 import b64decode
 from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import date
+from decimal import Decimal
 from http.server import BaseHTTPRequestHandler, HTTPServer, ThreadingHTTPServer
 from pathlib import Path
+from typing import Any
 
 import attrs
 import msgspec
@@ -238,6 +242,51 @@ def test_a_query_names_only_the_options_that_it_was_given() -> None:
         },
         {**plain, **no_summary, "count": True, "distinct": 2},
         {**plain, "hold_s": 0, "lmit": 7},
+    ]
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        *(math.nan, math.inf, -math.inf, b"BOEING", Decimal(200), date(2013, 7, 1), {1}, {"a": 1}),
+        [[1, math.nan]],
+    ],
+    ids=repr,
+)
+def test_a_value_that_json_does_not_have_is_no_key(value: Any) -> None:
+    """Infinity was sent as null, and a decimal as a string: the answer had other entries, or
+    none."""
+    ranges: list[dict[str, Any]] = [{}, {"low": ([1, value], False)}]
+    options: dict[str, dict[str, Any]] = {
+        "prefix": {"prefix": ["a", value]},
+        "low.key": {"low": [value]},
+        "high.key": {"high": (["a", value], True)},
+        "ranges[1].low.key": {"ranges": ranges},
+    }
+    with a_node((200, PAGE)) as node, IndexClient(node.url) as client:
+        for place, bounds in options.items():
+            for scan in (client.scan, client.stream, client.count, client.explain):
+                with pytest.raises(IndexerError) as caught:
+                    scan("d/i", **bounds)
+                assert (caught.value.code, caught.value.place) == ("bad_query", place)
+                assert "cannot be a key; use None, booleans, finite numbers" in str(caught.value)
+    assert not node.bodies
+
+
+def test_a_bound_may_be_a_tuple() -> None:
+    """Two parts were taken for a key and whether it is in the range."""
+    bounds: list[tuple[Any, list[Any], bool]] = [
+        (("JFK", "2013"), ["JFK", "2013"], True),
+        (("JFK",), ["JFK"], True),
+        (("JFK", False), ["JFK", False], True),
+        ((("JFK", "2013"), False), ["JFK", "2013"], False),
+        ((["JFK"], True), ["JFK"], True),
+    ]
+    with a_node((200, PAGE)) as node, IndexClient(node.url) as client:
+        for bound, _, _ in bounds:
+            client.scan("d/i", low=bound)
+    assert [msgspec.json.decode(body)["low"] for body in node.bodies] == [
+        {"key": key, "inclusive": is_inclusive} for _, key, is_inclusive in bounds
     ]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import suppress
 from typing import Any, Final, Literal, Self, TypedDict, TypeVar, Unpack
@@ -37,10 +38,11 @@ _OTHER_NODE_CODES: Final = frozenset({"slice_missing", "not_my_slice"})
 """Codes of errors that another node may not have."""
 
 Key = Sequence[Any]
-"""The parts of a key: null, booleans, numbers, strings, and lists of these."""
+"""The parts of a key: null, booleans, finite numbers, strings, and lists of these."""
 
 Bound = Key | tuple[Key, bool]
-"""An end of a range: a key, or its first parts. A pair with False excludes what begins with it."""
+"""An end of a range: a key, or its first parts. A pair of a key and False excludes what begins with
+the key."""
 
 
 class IndexRange(TypedDict, total=False):
@@ -336,7 +338,10 @@ class IndexClient:
         """A query, as it is sent."""
         query = {"timeout_s": INDEXER_TIMEOUT_S, **options, **_range(options), **query}
         if "ranges" in options:
-            query["ranges"] = [_range(bounds) for bounds in options["ranges"]]
+            query["ranges"] = [
+                _range(bounds, f"ranges[{place}].")
+                for place, bounds in enumerate(options["ranges"])
+            ]
         if "written" in options:
             # An index that has a change has those before it. A query has room for 3,000.
             newest: dict[tuple[int, int], int] = {}
@@ -423,19 +428,50 @@ def _quoted(name: str) -> str:
     return quote(name, safe="", errors="replace")
 
 
-def _range(bounds: IndexRange | ScanSelection) -> dict[str, Any]:
+def _range(bounds: IndexRange | ScanSelection, place: str = "") -> dict[str, Any]:
+    """A range, as it is sent. `place` stands before the names of its fields in errors."""
+    prefix = bounds.get("prefix")
+    _check_key(f"{place}prefix", prefix)
     return {
-        "prefix": bounds.get("prefix"),
-        "low": _bound(bounds.get("low")),
-        "high": _bound(bounds.get("high")),
+        "prefix": prefix,
+        "low": _bound(f"{place}low.key", bounds.get("low")),
+        "high": _bound(f"{place}high.key", bounds.get("high")),
     }
 
 
-def _bound(bound: Bound | None) -> dict[str, Any] | None:
+def _bound(place: str, bound: Bound | None) -> dict[str, Any] | None:
     if bound is None:
         return None
-    key, inclusive = bound if isinstance(bound, tuple) else (bound, True)
+    key, inclusive = bound if _is_pair(bound) else (bound, True)
+    _check_key(place, key)
     return {"key": key, "inclusive": inclusive}
+
+
+def _is_pair(bound: Bound) -> bool:
+    """Whether an end of a range says if it is inclusive. A key may be a tuple, too."""
+    return (
+        isinstance(bound, tuple)
+        and len(bound) == 2
+        and isinstance(bound[0], list | tuple)
+        and isinstance(bound[1], bool)
+    )
+
+
+def _check_key(place: str, value: object) -> None:
+    """Refuses values that JSON does not have. Encoded as JSON, infinity and NaN would become null,
+    and bytes, decimals and times would become strings: the scan would select something else."""
+    if isinstance(value, list | tuple):
+        for element in value:
+            _check_key(place, element)
+    elif not (value is None or isinstance(value, bool | int | float | str)) or (
+        isinstance(value, float) and not math.isfinite(value)
+    ):
+        raise IndexerError(
+            "bad_query",
+            f"{place}: {value!r} cannot be a key; use None, booleans, finite numbers, strings, and "
+            "lists of these",
+            place,
+        )
 
 
 def _failure_of(failures: Sequence[BrokenError | IndexerError]) -> BrokenError | IndexerError:
