@@ -7,7 +7,7 @@ import socket
 import threading
 from base64 import b64decode
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import date
 from decimal import Decimal
 from http.server import BaseHTTPRequestHandler, HTTPServer, ThreadingHTTPServer
@@ -290,6 +290,18 @@ def test_a_bound_may_be_a_tuple() -> None:
     ]
 
 
+@pytest.mark.parametrize(
+    "answer", [(302, b""), (302, b"{}"), (202, b"{}"), (200, b"<p>Hello")], ids=repr
+)
+def test_what_another_server_answers_has_changed_no_design(answer: tuple[int, bytes]) -> None:
+    """A proxy that asks for a log-in redirects every request: the design counted as stored."""
+    with a_node(answer) as node, IndexClient(node.url) as client:
+        with pytest.raises(IndexerError, match="not an indexer's answer"):
+            client.create("d", {"indexes": {"i": {"key": ["a"]}}})
+        with pytest.raises(IndexerError, match="not an indexer's answer"):
+            client.drop("d")
+
+
 def test_of_many_changes_the_newest_of_each_history_are_named() -> None:
     """The results of 20,000 writes would not fit into a request."""
     written = [
@@ -466,19 +478,66 @@ def test_an_url_that_is_none_is_named_with_an_example(url: str) -> None:
         IndexClient(url)
 
 
-def test_what_another_server_says_is_not_shown() -> None:
+@contextmanager
+def a_server_that_sends(data: bytes, without_end: bytes = b"") -> Iterator[str]:
+    """A server that answers one request with `data`, and then with `without_end` until the client
+    has gone; gives its URL."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
 
         def answer() -> None:
             peer, _ = listener.accept()
-            with peer:
+            with peer, suppress(ConnectionError):
                 peer.recv(4096)
-                peer.sendall(b"UP\x01\x02\r\n\r\n")
+                peer.sendall(data)
+                while without_end:
+                    peer.sendall(without_end)
 
         thread = threading.Thread(target=answer)
         thread.start()
-        url = f"http://127.0.0.1:{listener.getsockname()[1]}"
-        with IndexClient(url) as client, pytest.raises(BrokenError) as caught:
-            client.indexes()
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}"
         thread.join()
+
+
+def test_what_another_server_says_is_not_shown() -> None:
+    with (
+        a_server_that_sends(b"UP\x01\x02\r\n\r\n") as url,
+        IndexClient(url) as client,
+        pytest.raises(BrokenError) as caught,
+    ):
+        client.indexes()
     assert str(caught.value) == f"the server at {url} is no indexer: it does not speak HTTP"
+
+
+@pytest.mark.parametrize("status", [b"200 OK", b"404 Not Found"])
+@pytest.mark.parametrize(
+    ("head", "body"),
+    [
+        (b"Content-Length: 100000000000000", b"x" * 1000),
+        (b"Transfer-Encoding: chunked", b"3e8\r\n" + b"x" * 1000 + b"\r\n"),
+        (b"Connection: close", b"x" * 1000),
+    ],
+    ids=["a length", "chunks", "until the end"],
+)
+def test_an_answer_without_end_is_not_read_for_ever(
+    monkeypatch: pytest.MonkeyPatch, status: bytes, head: bytes, body: bytes
+) -> None:
+    """It filled the memory."""
+    monkeypatch.setattr(index_node, "ANSWER_BYTES_MAX", 100_000)
+    answer = b"HTTP/1.1 " + status + b"\r\n" + head + b"\r\n\r\n"
+    with (
+        a_server_that_sends(answer, body) as url,
+        IndexClient(url) as client,
+        pytest.raises(IndexerError, match="more than 100,000 bytes; check the URL"),
+    ):
+        client.indexes()
+
+
+@pytest.mark.parametrize("head", [b"Content-Length: 20", b"Transfer-Encoding: chunked"])
+def test_an_answer_that_is_cut_is_a_lost_connection(head: bytes) -> None:
+    answer = b"HTTP/1.1 200 OK\r\n" + head + b"\r\n\r\n" + b'f\r\n{"indexes":[]}'
+    with (
+        a_server_that_sends(answer) as url,
+        IndexClient(url) as client,
+        pytest.raises(BrokenError, match="does not answer"),
+    ):
+        client.indexes()

@@ -12,7 +12,12 @@ import msgspec
 
 from upr_protocol.client.core.results import WriteResult
 from upr_protocol.client.index_lines import IndexEntry, IndexLines, IndexPage
-from upr_protocol.client.index_node import IndexerError, IndexNode, decode_answer
+from upr_protocol.client.index_node import (
+    NO_INDEXERS_ANSWER,
+    IndexerError,
+    IndexNode,
+    decode_answer,
+)
 from upr_protocol.errors import BrokenError, UprError
 from upr_protocol.security import UNPROTECTED, Security
 
@@ -180,7 +185,9 @@ class IndexClient:
             IndexerError: `bad_definition`, with the place of the mistake.
         """
         body = indexes if isinstance(indexes, bytes) else msgspec.json.encode(indexes)
-        self._request("PUT", f"/v1/designs/{_quoted(design)}", body)
+        answer = self._request("PUT", f"/v1/designs/{_quoted(design)}", body)
+        # Another server may answer anything to anybody.
+        decode_answer(answer, dict[str, Any])
 
     def drop(self, design: str) -> None:
         """Removes a design document and its indexes.
@@ -189,7 +196,9 @@ class IndexClient:
             IndexerError: `no_index`: there is no such document.
         """
         # If the connection was lost at the first attempt, the document may be gone already.
-        self._request("DELETE", f"/v1/designs/{_quoted(design)}", done_code="no_index")
+        answer = self._request("DELETE", f"/v1/designs/{_quoted(design)}", done_code="no_index")
+        if answer:
+            raise IndexerError("server_failed", f"{NO_INDEXERS_ANSWER}: it has a body")
 
     def indexes(self) -> list[dict[str, Any]]:
         """Every index with its status."""
@@ -291,7 +300,7 @@ class IndexClient:
         keys."""
         count = self.summarize(name, count=True, **options).count
         if count is None:
-            raise IndexerError("server_failed", "not an indexer's answer: it has no count")
+            raise IndexerError("server_failed", f"{NO_INDEXERS_ANSWER}: it has no count")
         return count
 
     def summarize(

@@ -28,6 +28,16 @@ PORT_DEFAULT: Final = 12080
 LINE_BYTES_MAX: Final = 16 * 1024 * 1024
 """The longest line of an answer. The last one has some 50 bytes for each partition."""
 
+ANSWER_BYTES_MAX: Final = 64 * 1024 * 1024
+"""The longest answer. An indexer's longest ones have some 7 MB: the status of 256 indexes in 64
+slices, with three copies of each."""
+
+NO_INDEXERS_ANSWER: Final = "not an indexer's answer"
+"""How the errors begin that tell of an answer of another server."""
+
+_SUCCESSES: Final = (HTTPStatus.OK, HTTPStatus.NO_CONTENT)
+"""What an indexer answers if it has done what was asked. Redirections come from other servers."""
+
 LINES: Final = "application/x-ndjson"
 """How a client asks for the entries as lines."""
 
@@ -153,8 +163,8 @@ class IndexNode:
         with closing(self), self._translate_errors():
             self._connection.timeout = timeout_s
             response = self._begin("POST", path, body, {"Accept": LINES})
-            if response.status >= HTTPStatus.BAD_REQUEST:
-                raise parse_failure(response.status, response.read())
+            if response.status not in _SUCCESSES:
+                raise parse_failure(response.status, _whole_body(response))
             yield b""
             while line := response.readline(LINE_BYTES_MAX):
                 yield line
@@ -189,13 +199,39 @@ class IndexNode:
 
     def _exchange(self, method: str, path: str, body: bytes) -> bytes:
         response = self._begin(method, path, body, {})
-        data = response.read()
+        try:
+            data = _whole_body(response)
+        except IndexerError:
+            # The rest of the answer is on its way.
+            self.close()
+            raise
         if response.status == HTTPStatus.UNAUTHORIZED:
             # The next request makes a new connection, and reads the password's file for it.
             self.close()
-        if response.status >= HTTPStatus.BAD_REQUEST:
+        if response.status not in _SUCCESSES:
             raise parse_failure(response.status, data)
         return data
+
+
+def _whole_body(response: http.client.HTTPResponse) -> bytes:
+    """The body of an answer.
+
+    Raises:
+        IndexerError: It is longer than `ANSWER_BYTES_MAX`.
+        http.client.IncompleteRead: It was cut.
+    """
+    if response.length is None:
+        # It comes in chunks, or ends with the connection.
+        data = response.read(ANSWER_BYTES_MAX + 1)
+        if len(data) <= ANSWER_BYTES_MAX:
+            return data
+    elif response.length <= ANSWER_BYTES_MAX:
+        # With a number of bytes, `read` would not notice that the answer was cut.
+        return response.read()
+    raise IndexerError(
+        "server_failed",
+        f"{NO_INDEXERS_ANSWER}: it has more than {ANSWER_BYTES_MAX:,} bytes; check the URL",
+    )
 
 
 def _split_url(url: str) -> tuple[str, str, int]:
@@ -229,9 +265,7 @@ def parse_failure(status: int, data: bytes) -> IndexerError:
     try:
         failures = msgspec.json.decode(data, type=_Failures)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-        return IndexerError(
-            "server_failed", f"not an indexer's answer: HTTP {status}; check the URL"
-        )
+        return IndexerError("server_failed", f"{NO_INDEXERS_ANSWER}: HTTP {status}; check the URL")
     failure = failures.error
     error = IndexerError(failure.code, failure.message, failure.place, failure.retry_after_s)
     error.nodes = failures.map.nodes
@@ -247,4 +281,4 @@ def decode_answer(data: bytes, kind: type[T]) -> T:
     try:
         return msgspec.json.decode(data, type=kind)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise IndexerError("server_failed", f"not an indexer's answer: {error}") from error
+        raise IndexerError("server_failed", f"{NO_INDEXERS_ANSWER}: {error}") from error
