@@ -20,7 +20,7 @@ from tests.spark.bucket import change
 from tests.spark.model_driver_client import ModelDriverClient
 from tests.spark.test_read import load, until
 from upr_protocol.chunk import Mutation
-from upr_protocol.client import IndexClient, IndexEntry, IndexPage, Item
+from upr_protocol.client import IndexClient, IndexEntry, IndexerError, IndexPage, Item
 from upr_protocol.errors import BrokenError, CredentialsError, UprError
 from upr_protocol.ids import Cas, HistoryId, Operation, PartitionId, SeqNo
 from upr_protocol.spark import index_reader
@@ -122,6 +122,12 @@ class AbsentIndexer:
         if self.ends_early:
             raise BrokenError("the indexer does not answer")
 
+    def scan(self, _name: str, **_options: object) -> IndexPage:
+        if AbsentIndexer.absences:
+            AbsentIndexer.absences -= 1
+            raise self.failure
+        return IndexPage()
+
 
 @pytest.fixture
 def waits(monkeypatch: pytest.MonkeyPatch) -> list[float]:
@@ -133,11 +139,14 @@ def waits(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     return waits
 
 
-def rows_of_absent_indexer() -> list[pa.RecordBatch]:
+def reader_of_absent_indexer() -> IndexReader:
     options = {"index": "a/b", "indexer": "http://h", "timeoutSeconds": "60"}
     schema = StructType([StructField("index_key", StringType())])
-    reader = IndexReader(ReadOptions.parse({"url": "upr://h/b", **options}), schema)
-    return list(reader.read(InputPartition(0)))
+    return IndexReader(ReadOptions.parse({"url": "upr://h/b", **options}), schema)
+
+
+def rows_of_absent_indexer() -> list[pa.RecordBatch]:
+    return list(reader_of_absent_indexer().read(InputPartition(0)))
 
 
 def test_an_indexer_that_is_away_is_waited_for(
@@ -151,6 +160,58 @@ def test_an_indexer_that_is_away_is_waited_for(
     with pytest.raises(PipelineError, match=r"UPR_UNREACHABLE.*reached\. Start the indexer"):
         rows_of_absent_indexer()
     assert 60 <= sum(waits) < 70
+
+
+@pytest.mark.parametrize("code", ["slice_missing", "building", "overloaded"])
+def test_an_indexer_that_is_not_ready_is_waited_for(
+    waits: list[float], monkeypatch: pytest.MonkeyPatch, code: str
+) -> None:
+    """As after a restart: it listens before it knows its indexes."""
+    failure = IndexerError(code, "ask again in a second", retry_after_s=1.0)
+    monkeypatch.setattr(AbsentIndexer, "failure", failure)
+    monkeypatch.setattr(AbsentIndexer, "absences", 3)
+    assert sum(batch.num_rows for batch in rows_of_absent_indexer()) == 3
+    assert len(waits) == 3
+    monkeypatch.setattr(AbsentIndexer, "absences", 1000)
+    with pytest.raises(PipelineError, match=r"UPR_INDEX.*ask again in a second"):
+        rows_of_absent_indexer()
+    assert 60 <= sum(waits) < 70
+
+
+@pytest.mark.parametrize(
+    ("failure", "code"),
+    [
+        (BrokenError("the indexer cannot be reached"), "UPR_UNREACHABLE"),
+        (IndexerError("building", "is being built", retry_after_s=1.0), "UPR_INDEX"),
+    ],
+)
+def test_the_driver_waits_for_an_indexer_before_a_task_begins(
+    waits: list[float],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    failure: UprError,
+    code: str,
+) -> None:
+    """Each run of the task would wait as long, and nobody would see why."""
+    monkeypatch.setattr(AbsentIndexer, "failure", failure)
+    monkeypatch.setattr(AbsentIndexer, "absences", 20)
+    assert len(reader_of_absent_indexer().partitions()) == 1
+    assert caplog.text.count(f"{failure}; trying again for 60 s (timeoutSeconds)") == 1
+    monkeypatch.setattr(AbsentIndexer, "absences", 1000)
+    waits.clear()
+    with pytest.raises(PipelineError, match=rf"\[{code}\].*{failure}"):
+        reader_of_absent_indexer().partitions()
+    assert 60 <= sum(waits) < 70
+
+
+def test_a_missing_index_is_told_before_a_task_begins(
+    waits: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(AbsentIndexer, "absences", 1)
+    monkeypatch.setattr(AbsentIndexer, "failure", IndexerError("no_index", "there is no index a/b"))
+    with pytest.raises(PipelineError, match=r"UPR_INDEX\].*there is no index a/b"):
+        reader_of_absent_indexer().partitions()
+    assert not waits
 
 
 def test_a_password_that_is_not_to_be_had_is_told_with_a_code(

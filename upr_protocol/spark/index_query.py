@@ -8,7 +8,7 @@ from typing import Any, Final
 import attrs
 import msgspec
 
-from upr_protocol.client import Address, IndexClient, Security
+from upr_protocol.client import Address, IndexClient, IndexRange, Security
 from upr_protocol.spark.errors import OptionError
 from upr_protocol.spark.options import SourceOptions
 
@@ -32,6 +32,11 @@ class IndexQuery:
     prefix: Sequence[Any] | None
     low: Sequence[Any] | None
     high: Sequence[Any] | None
+
+    @property
+    def range(self) -> IndexRange:
+        """The index keys, as a scan takes them."""
+        return {"prefix": self.prefix, "low": self.low, "high": self.high}
 
 
 _NOT_WITH_INDEX: Final = (

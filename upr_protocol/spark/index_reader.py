@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import base64
+import logging
 import random
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from itertools import islice
 from typing import Any, Final
 
@@ -19,6 +21,7 @@ from upr_protocol.client import IndexClient, IndexEntry, IndexerError, Item
 from upr_protocol.client.core.retry import RetryState
 from upr_protocol.errors import BrokenError, UprError
 from upr_protocol.spark.driver_client import BucketDriverClient
+from upr_protocol.spark.driver_connection import SILENT_WAIT_S
 from upr_protocol.spark.errors import OptionError, PipelineError, as_pipeline_error
 from upr_protocol.spark.index_query import IndexQuery
 from upr_protocol.spark.item_lookup import ItemLookup
@@ -27,6 +30,8 @@ from upr_protocol.spark.read_options import ReadOptions
 from upr_protocol.spark.record_batches import record_batch_of, too_large_error
 from upr_protocol.spark.schema import INDEX_COLUMNS, UNPARSED, check_schema
 from upr_protocol.spark.worker_call import worker_call
+
+_log = logging.getLogger(__name__)
 
 ENTRIES_AT_ONCE: Final = 1000
 """How many entries are asked for together."""
@@ -71,47 +76,109 @@ class IndexReader(DataSourceReader):
         self._options = options
         self._schema = schema
 
+    @worker_call()
     def partitions(self) -> Sequence[InputPartition]:
-        """One task."""
-        return [InputPartition(0)]
+        """One task. Makes sure before it begins that the indexer answers and has the index: Spark
+        runs a task that fails again, and each run would wait for the indexer.
+
+        Raises:
+            PipelineError: It does not.
+        """
+        query = self._query
+        patience = _Patience(self._options.timeout_s)
+        with (
+            _named_errors(query, self._options),
+            IndexClient(query.indexer, query.security) as indexes,
+        ):
+            while True:
+                try:
+                    indexes.scan(query.name, limit=1, **query.range)
+                    return [InputPartition(0)]
+                except (BrokenError, IndexerError) as error:
+                    patience.wait_after(error)
 
     def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:  # noqa: ARG002
         """The rows, in the order of the index."""
-        query = self._options.index
-        assert query is not None
         with worker_call():
             rows = _Rows(self._options, self._schema)
             try:
-                entries = _entries(query, self._options, rows)
-                while next_entries := list(islice(entries, ENTRIES_AT_ONCE)):
-                    yield from rows.batches(next_entries)
-            except IndexerError as error:
-                raise PipelineError("UPR_INDEX", f"{query.indexer}: {error}") from error
-            except BrokenError as error:
-                raise PipelineError(
-                    "UPR_UNREACHABLE",
-                    f"{error}. Start the indexer, or correct the option indexer, and run it again",
-                ) from error
-            except UprError as error:
-                raise as_pipeline_error(error, self._options.address) from error
+                with _named_errors(self._query, self._options):
+                    entries = _entries(self._query, self._options, rows)
+                    while next_entries := list(islice(entries, ENTRIES_AT_ONCE)):
+                        yield from rows.batches(next_entries)
             finally:
                 rows.close()
 
+    @property
+    def _query(self) -> IndexQuery:
+        query = self._options.index
+        assert query is not None
+        return query
+
+
+@contextmanager
+def _named_errors(query: IndexQuery, options: ReadOptions) -> Iterator[None]:
+    """Raises errors of the indexer and of the server as `PipelineError`."""
+    try:
+        yield
+    except IndexerError as error:
+        raise PipelineError("UPR_INDEX", f"{query.indexer}: {error}") from error
+    except BrokenError as error:
+        raise PipelineError(
+            "UPR_UNREACHABLE",
+            f"{error}. Start the indexer, or correct the option indexer, and run it again",
+        ) from error
+    except UprError as error:
+        raise as_pipeline_error(error, options.address) from error
+
+
+class _Patience:
+    """Waits between two questions to an indexer that is away, starting, building the index, or
+    overloaded.
+
+    Args:
+        timeout_s: How long to go on.
+    """
+
+    def __init__(self, timeout_s: int) -> None:
+        self._timeout_s = timeout_s
+        self._retries = RetryState(timeout_s, random.random)
+        self._is_logged = False
+
+    def wait_after(self, error: BrokenError | IndexerError) -> None:
+        """Waits. The log says once why.
+
+        Raises:
+            BrokenError, IndexerError: `error`, if another question is of no use, or if the time is
+                over.
+        """
+        failure: UprError = error
+        if isinstance(error, IndexerError) and error.retry_after_s:
+            failure = BrokenError(str(error))
+        try:
+            wait_s = self._retries.wait_after_failure_s(failure, time.monotonic())
+        except UprError:
+            raise error from None
+        if wait_s >= SILENT_WAIT_S and not self._is_logged:
+            _log.warning("%s; trying again for %d s (timeoutSeconds)", error, self._timeout_s)
+            self._is_logged = True
+        time.sleep(wait_s)  # noqa: TID251  there is no event to wait for
+
 
 def _entries(query: IndexQuery, options: ReadOptions, rows: _Rows) -> Iterator[IndexEntry]:
-    """The entries. An indexer that is away is asked again until the time is over; but not when it
-    has given some, because a later answer would be of another moment."""
-    retries = RetryState(options.timeout_s, random.random)
+    """The entries. An indexer that is away or not ready is asked again until the time is over; but
+    not when it has given some, because a later answer would be of another moment."""
+    patience = _Patience(options.timeout_s)
     has_begun = False
     while True:
         try:
             for entry in _scan(query, options, rows):
                 has_begun = True
                 yield entry
-        except BrokenError as error:
+        except (BrokenError, IndexerError) as error:
             if has_begun:
                 raise
-            time.sleep(retries.wait_after_failure_s(error, time.monotonic()))  # noqa: TID251  no event for it
+            patience.wait_after(error)
         else:
             return
 
@@ -126,12 +193,10 @@ def _scan(query: IndexQuery, options: ReadOptions, rows: _Rows) -> Iterator[Inde
             rows.check_bucket(query, page.timestamps)
         yield from indexes.scan_all(
             query.name,
-            prefix=query.prefix,
-            low=query.low,
-            high=query.high,
             limit=ENTRIES_AT_ONCE,
             consistency="now",
             timeout_s=timeout_s,
+            **query.range,
         )
 
 
