@@ -8,10 +8,9 @@ from typing import Final
 import attrs
 
 from upr_protocol.chunk import Chunk
-from upr_protocol.errors import ServerError, Status
-from upr_protocol.failover import Retry, RollBack, Start, decide_start
-from upr_protocol.ids import HistoryId, PartitionId, PartitionState, SeqNo
-from upr_protocol.limits import KEY_BYTES_MAX
+from upr_protocol.errors import Status
+from upr_protocol.failover import Start
+from upr_protocol.ids import HistoryId, PartitionId, SeqNo
 from upr_protocol.session import ServerSession, SessionState
 from upr_protocol.session.states import StreamState
 from upr_protocol.wire import (
@@ -23,7 +22,7 @@ from upr_protocol.wire import (
     StreamReply,
 )
 from upr_server.engine import CursorItem, Partition, SnapshotEndItem, SnapshotStartItem
-from upr_server.net.state_text import state_text
+from upr_server.net.stream_start import StreamRefusal, stream_start
 from upr_server.storage.online.backfill import WAIT_FOR_DISK, ReaderWait, StreamBrokenError
 from upr_server.storage.online.bucket_disk import BucketDisk
 from upr_server.storage.online.leased_reader import LeasedReader
@@ -108,70 +107,6 @@ class _Stream:
         return self.reader.is_reading and self.reader.seq == self.snapshot_end
 
 
-@attrs.frozen
-class _StreamRefusal:
-    """Why there is no stream; `seq` is the rollback's ceiling, or how far the server is."""
-
-    status: Status
-    reason: str
-    seq: SeqNo = SeqNo(0)
-
-
-def _decide(disk: BucketDisk, partition: Partition, request: Stream) -> Start | _StreamRefusal:
-    """Where a stream starts, or why there is none."""
-    if sentence := _wrong_argument(request):
-        return _StreamRefusal(Status.BAD_ARGUMENT, sentence)
-    if partition.damage and not request.with_answers:
-        # A replica asks again: it follows other partitions, too.
-        return _StreamRefusal(Status.DAMAGED, f"its copy here is damaged: {partition.damage}")
-    if partition.state is not request.state:
-        is_dead = partition.state is PartitionState.DEAD
-        return _StreamRefusal(
-            Status.NOT_MY_PARTITION if is_dead else Status.WRONG_STATE,
-            f"the partition {state_text(partition)}",
-        )
-    if not partition.failover_log.entries:
-        return _StreamRefusal(Status.SEQ_TOO_HIGH, "this replica has not heard of its active yet")
-    # Within a lease no deletion was forgotten, wherever in it the client goes on.
-    purge_seq = SeqNo(0) if request.lease_id else partition.purge_seq
-    decision = decide_start(partition.failover_log, partition.high_seq, purge_seq, request.position)
-    if isinstance(decision, Retry):
-        return _StreamRefusal(Status.SEQ_TOO_HIGH, decision.reason.value, partition.high_seq)
-    if isinstance(decision, RollBack):
-        return _StreamRefusal(Status.ROLLBACK, decision.reason.value, decision.ceiling)
-    return _leased(disk, partition, request, decision) if request.lease_id else decision
-
-
-def _wrong_argument(request: Stream) -> str:
-    """What no partition could give to `request`; empty if there is nothing."""
-    if request.state is PartitionState.DEAD:
-        return "a dead partition is not streamed; ask for an active one or a replica"
-    if request.state is PartitionState.PENDING and not request.with_answers:
-        return "a pending partition is streamed to replicas only; ask for an active one"
-    if request.key_prefix and request.with_answers:
-        return "a replica streams all keys; leave out the key prefix"
-    if len(request.key_prefix) > KEY_BYTES_MAX:
-        return f"a key prefix has at most {KEY_BYTES_MAX} bytes, not {len(request.key_prefix)}"
-    return ""
-
-
-def _leased(
-    disk: BucketDisk, partition: Partition, request: Stream, start: Start
-) -> Start | _StreamRefusal:
-    """Where a stream under a lease starts, or why there is none."""
-    try:
-        disk.leases.check_range(request.lease_id, partition.id, start.seq, request.end_seq)
-    except ServerError as error:
-        return _StreamRefusal(error.status, error.sentence, start.seq)
-    if request.end_seq < start.end_at_least:
-        return _StreamRefusal(
-            Status.BAD_ARGUMENT,
-            f"a stream under a lease ends at its end_seq, {request.end_seq}, and the position has "
-            f"a partial snapshot that ends at {start.end_at_least}",
-        )
-    return start
-
-
 def streams_in_steps(streams: Iterator[None]) -> Iterator[None]:
     """Ends `STEP_STREAMS` of the streams that `streams` ends one by one in each step; others may
     have their turn between the steps."""
@@ -230,8 +165,8 @@ class Streamer:
         session has ended while the request waited."""
         if self._session.state is SessionState.CLOSED:
             return
-        decision = _decide(disk, partition, request)
-        if isinstance(decision, _StreamRefusal):
+        decision = stream_start(disk, partition, request)
+        if isinstance(decision, StreamRefusal):
             status, reason = decision.status, decision.reason
         else:
             status, reason = Status.OK, decision.reason.value
@@ -246,7 +181,7 @@ class Streamer:
                 status=status,
             )
         )
-        if isinstance(decision, _StreamRefusal):
+        if isinstance(decision, StreamRefusal):
             return
         # A client whose connection broke inside a snapshot is consistent only at that snapshot's
         # end, whatever number it has: it may lack older values of keys that changed again later in

@@ -29,6 +29,7 @@ from upr_protocol.ids import HistoryId, PartitionId, PartitionState, SeqNo
 from upr_protocol.wire import Stream
 from upr_server.engine.snapshots.cursor import BackfillNeeded, Cursor, SnapshotEndItem
 from upr_server.net import ConnectionServer
+from upr_server.net import stream_start as stream_starts
 from upr_server.net import streamer as streamers
 from upr_server.storage.online.partition_reader import PartitionReader
 
@@ -44,7 +45,7 @@ def never_roll_back() -> Iterator[None]:
             return Start(min(client.highest_received, high), SeqNo(0), decision.reason)
         return decision
 
-    with replaced(streamers, "decide_start", decide):
+    with replaced(stream_starts, "decide_start", decide):
         yield
 
 
@@ -59,7 +60,7 @@ def resume_inside_any_snapshot() -> Iterator[None]:
             return Start(client.highest_received, SeqNo(0), StartReason.PARTIAL_SNAPSHOT)
         return decide_start(server, high, purge, client)
 
-    with replaced(streamers, "decide_start", decide):
+    with replaced(stream_starts, "decide_start", decide):
         yield
 
 
@@ -153,7 +154,7 @@ def end_at_any_copy() -> Iterator[None]:
 
 def _streaming(state: PartitionState) -> AbstractContextManager[None]:
     """A node streams partitions in `state` to all clients."""
-    decide_before: Any = streamers._decide
+    decide_before: Any = stream_starts.stream_start
 
     def decide(disk: Any, partition: Any, request: Stream) -> Any:
         decision = decide_before(disk, partition, request)
@@ -163,7 +164,7 @@ def _streaming(state: PartitionState) -> AbstractContextManager[None]:
             partition.failover_log, partition.high_seq, partition.purge_seq, request.position
         )
 
-    return replaced(streamers, "_decide", decide)
+    return replaced(streamers, "stream_start", decide)
 
 
 @planted(MOVING_PARTITIONS)
