@@ -39,7 +39,8 @@ from upr_server.storage.errors import (
     DataDirectoryError,
     DiskFullError,
 )
-from upr_server.storage.lmdb_ordered_map import MAP_BYTES_DEFAULT, LmdbOrderedMap
+from upr_server.storage.lmdb_ordered_map import LmdbOrderedMap
+from upr_server.storage.lmdb_space import MAP_BYTES_DEFAULT
 from upr_server.storage.ordered_map import OrderedMap
 from upr_server.storage.processes import (
     open_store,

@@ -21,14 +21,15 @@ from hypothesis import strategies as st
 
 from upr_server.storage.errors import CorruptionError, DiskFullError, StoreFailedError
 from upr_server.storage.lmdb_file import check_length, read_last_commit
-from upr_server.storage.lmdb_ordered_map import MAP_BYTES_DEFAULT, LmdbOrderedMap
+from upr_server.storage.lmdb_ordered_map import LmdbOrderedMap
+from upr_server.storage.lmdb_space import MAP_BYTES_DEFAULT
 from upr_server.storage.ordered_map import OrderedMap, ReadTransaction, WriteTransaction
 from upr_server.storage.simulated_disk import SimulatedDisk
 
 MAP_BYTES: Final = 1024 * 1024
 LMDB_MAGIC: Final = (0xBEEFC0DE).to_bytes(4, "little")
 LAST_PAGE: Final = 136  # the offset, in a meta page, of the number of the last page in use
-# The map itself uses the key of one zero byte; see `lmdb_ordered_map.COMMIT`.
+# The map itself uses the key of one zero byte; see `lmdb_transactions.COMMIT`.
 LOWEST, HIGHEST = b"\0\0", b"\xff" * 40
 
 KEYS: Final = st.one_of(
@@ -590,7 +591,8 @@ def test_a_reader_follows_the_map_of_a_writer_in_another_process(tmp_path: Path)
     program = f"""
 from pathlib import Path
 from upr_server.storage.lmdb_file import check_length, read_last_commit
-from upr_server.storage.lmdb_ordered_map import MAP_BYTES_DEFAULT, LmdbOrderedMap
+from upr_server.storage.lmdb_ordered_map import LmdbOrderedMap
+from upr_server.storage.lmdb_space import MAP_BYTES_DEFAULT
 
 writer = LmdbOrderedMap(Path({str(tmp_path)!r}), bytes_max={8 * MAP_BYTES})
 with writer.write() as transaction:

@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import errno
 import os
-import resource
-import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from struct import Struct
@@ -19,7 +17,6 @@ from typing import Final
 import lmdb
 
 from upr_kernel import record_mark
-from upr_protocol.chunk import Buffer
 from upr_protocol.durable_files import FULL_DISK_ERRORS
 from upr_server.storage.errors import (
     CorruptionError,
@@ -29,22 +26,18 @@ from upr_server.storage.errors import (
     StoreFailedError,
 )
 from upr_server.storage.lmdb_file import check_length
+from upr_server.storage.lmdb_space import FileSizes, LmdbSpace, system_limit_bytes
+from upr_server.storage.lmdb_transactions import (
+    COMMIT,
+    COMMIT_RECORD,
+    SUM_END,
+    LmdbReadTransaction,
+    LmdbWriteTransaction,
+)
 from upr_server.storage.records import mark_before_damage, with_checksum, without_checksum
 
 WRONG_TYPES: Final = (errno.EISDIR, errno.ENOTDIR, errno.ELOOP)
 """The errors of something else in the place of a file or of its folder."""
-
-MAP_BYTES_DEFAULT: Final = 256 * 1024 * 1024 * 1024
-"""The largest memory map by default. A process has 128 TiB of addresses, and each bucket takes two
-maps. With maps as large as a disk of 4 TiB no addresses would be left for the 16th bucket, or for
-existing buckets once the disk has grown. With this limit 250 buckets fit, whatever the disk. The
-setting `disk_bytes_max` gives a bucket more."""
-
-MAP_BYTES_MIN: Final = 1024 * 1024
-"""The smallest memory map that works."""
-
-PAGE_BYTES: Final = resource.getpagesize()
-"""What the size of a memory map is a multiple of."""
 
 MAP_BYTES_TO_SPARE: Final = 256 * 1024 * 1024
 """The memory map grows when less than this is left in it. It is more than one commit takes. Some
@@ -53,17 +46,6 @@ much as touching its pages again; so the map does not follow each change."""
 
 LOCK_BYTES: Final = 64 * 1024
 """More than LMDB's lock file takes."""
-
-COMMIT: Final = b"\0"
-"""The key under which every commit stores its own number.
-
-LMDB finds the newest commit by its two meta pages, which carry no checksum. After one flipped bit
-there it would serve the commit before the last, whole and in order. So a tree whose number differs
-from its meta page's is refused. (So is a copy whose commits were renumbered: `mdb_copy -c`.)
-"""
-
-_COMMIT: Final = Struct("<QQ")
-"""The commit's number, and the sum of the marks of all records; 0 if the map keeps none."""
 
 _DAMAGE_ERRORS: Final = (
     lmdb.InvalidError,
@@ -79,8 +61,6 @@ may have been grown by its writer, `_begin` follows.)"""
 _DAMAGED_FRONTS_MAX: Final = 64
 """How many damaged records `verify` looks at one by one. Their number is that of single accidents:
 a file that holds more is damaged as a whole."""
-
-_SUM_END: Final = 1 << 64
 
 _META_MAGIC: Final = Struct("<16xI")
 _MAGIC: Final = 0xBEEFC0DE
@@ -130,9 +110,9 @@ class LmdbOrderedMap:
         self._is_summed = is_summed
         self._copies_values = copies_values
         self._is_derived = is_derived
-        self._bytes_max = bytes_max
+        self._space = LmdbSpace(path, bytes_max)
         self._reads_open = 0
-        self._open(self._map_bytes_wanted())
+        self._open(self._space.wanted_map_bytes())
         if is_alone or not readonly:
             try:
                 self._check_meta_pages()
@@ -144,7 +124,7 @@ class LmdbOrderedMap:
                 raise DataDirectoryError(f"{path} cannot be opened: {error.strerror}") from error
 
     def _open(self, map_bytes: int) -> None:
-        self._map_bytes = map_bytes
+        self._space.map_bytes = map_bytes
         if not self._is_alone:
             self._check_room_for_lock()
         try:
@@ -199,38 +179,24 @@ class LmdbOrderedMap:
                     f"the disk is full: {self._path} has no room for a lock file; make room there"
                 )
 
-    def _map_bytes_wanted(self) -> int:
-        """How large the memory map should be, given the disk as it is now, and the system's limit
-        of a file's size: a write beyond the map changes nothing, and one beyond the limit may be
-        cut in the middle of a page."""
-        map_bytes = self._bytes_max
-        if not map_bytes:
-            try:
-                disk = os.statvfs(self._path)
-                map_bytes = min(disk.f_frsize * disk.f_blocks, MAP_BYTES_DEFAULT)
-            except OSError:
-                # LMDB makes a folder that is missing, and says what else is wrong with it.
-                map_bytes = MAP_BYTES_DEFAULT
-        file_bytes_max = _file_bytes_max()
-        return max(min(map_bytes, file_bytes_max - file_bytes_max % PAGE_BYTES), MAP_BYTES_MIN)
-
     def _grow(self) -> None:
         """Maps more of the file if it nears the end of the map and the disk has grown."""
-        if self._map_bytes - self._file_bytes >= MAP_BYTES_TO_SPARE or self._reads_open:
+        space = self._space
+        if space.map_bytes - self._sizes.file_bytes >= MAP_BYTES_TO_SPARE or self._reads_open:
             # Under an open transaction LMDB must not move the map.
             return
-        map_bytes = self._map_bytes_wanted()
-        if map_bytes <= self._map_bytes:
+        map_bytes = space.wanted_map_bytes()
+        if map_bytes <= space.map_bytes:
             return
         try:
             self._env.set_mapsize(map_bytes)
-            self._map_bytes = map_bytes
+            space.map_bytes = map_bytes
         except lmdb.MemoryError:
             # No addresses are left, and LMDB has given up the map that it had. What worked before
             # goes on, and the file stays within that.
             self._env.close()
-            self._bytes_max = self._map_bytes
-            self._open(self._map_bytes)
+            space.bytes_max = space.map_bytes
+            self._open(space.map_bytes)
 
     def _follow_growth(self) -> None:
         """Maps the file as its writer does, which has grown its own map."""
@@ -273,7 +239,7 @@ class LmdbOrderedMap:
             if commit:
                 raise CorruptionError(f"{self._path} lacks the number of its last commit, {commit}")
             return 0
-        number_in_tree, total = _COMMIT.unpack(without_checksum(COMMIT, stored_value))
+        number_in_tree, total = COMMIT_RECORD.unpack(without_checksum(COMMIT, stored_value))
         if number_in_tree != commit:
             raise CorruptionError(
                 f"{self._path} holds commit {number_in_tree}, and its meta page names {commit}"
@@ -302,12 +268,12 @@ class LmdbOrderedMap:
                     raise CorruptionError(f"the keys of {self._path} are not in order")
                 previous = key
                 total += record_mark(key, value, False)
-            if self._is_summed and total % _SUM_END != expected_sum:
+            if self._is_summed and total % SUM_END != expected_sum:
                 total += self._find_damaged_fronts(transaction)
-        if self._is_summed and total % _SUM_END != expected_sum:
+        if self._is_summed and total % SUM_END != expected_sum:
             raise CorruptionError(f"{self._path} does not hold what its last commit left")
 
-    def _find_damaged_fronts(self, transaction: _ReadTransaction) -> int:
+    def _find_damaged_fronts(self, transaction: LmdbReadTransaction) -> int:
         """Finds the records whose mark was changed by damage. Returns by how much that has changed
         the sum of all marks."""
         difference = damaged_count = 0
@@ -330,7 +296,7 @@ class LmdbOrderedMap:
         Raises:
             CorruptionError: The meta page says more than the memory map can hold.
         """
-        if (self._path / "data.mdb").stat().st_size >= self._file_bytes:
+        if (self._path / "data.mdb").stat().st_size >= self._sizes.file_bytes:
             return
         try:
             with self._env.begin(write=True) as writing:
@@ -342,12 +308,12 @@ class LmdbOrderedMap:
             ) from error
 
     @contextmanager
-    def read(self) -> Iterator[_ReadTransaction]:
+    def read(self) -> Iterator[LmdbReadTransaction]:
         with self._translated(), self._begin() as transaction:
             self._reads_open += 1
             try:
                 self._sum(transaction, transaction.id())
-                yield _ReadTransaction(transaction)
+                yield LmdbReadTransaction(transaction)
             finally:
                 self._reads_open -= 1
 
@@ -377,7 +343,7 @@ class LmdbOrderedMap:
         return self._env.begin(write=write, buffers=True)
 
     @contextmanager
-    def write(self, *, reserve_bytes: int = 0) -> Iterator[_WriteTransaction]:
+    def write(self, *, reserve_bytes: int = 0) -> Iterator[LmdbWriteTransaction]:
         with self._translated(writing=True):
             self._grow()
             with self._new_transaction(write=True) as transaction:
@@ -387,13 +353,13 @@ class LmdbOrderedMap:
                 except CorruptionError as error:
                     raise self._damage(f"is damaged: {error}", writing=True) from error
                 if reserve_bytes and self.free_bytes < reserve_bytes:
-                    raise self._no_reserve(reserve_bytes)
-                changes = _WriteTransaction(transaction, self._is_summed)
+                    raise self._space.no_reserve_error(self._sizes, reserve_bytes)
+                changes = LmdbWriteTransaction(transaction, self._is_summed)
                 yield changes
                 if changes.is_changed:
-                    total = (total + changes.sum_change) % _SUM_END
+                    total = (total + changes.sum_change) % SUM_END
                     changes.put(
-                        COMMIT, with_checksum(COMMIT, _COMMIT.pack(transaction.id(), total))
+                        COMMIT, with_checksum(COMMIT, COMMIT_RECORD.pack(transaction.id(), total))
                     )
 
     @contextmanager
@@ -421,7 +387,7 @@ class LmdbOrderedMap:
         so behind it before: free pages on both sides of the limit are written together."""
         if getattr(error, "code", 0) != errno.EIO:
             return False
-        return (self._path / "data.mdb").stat().st_size >= _file_bytes_max()
+        return (self._path / "data.mdb").stat().st_size >= system_limit_bytes()
 
     def _damage(self, text: str, *, writing: bool = False) -> StorageError:
         """The error for a file that somebody else has changed."""
@@ -441,69 +407,22 @@ class LmdbOrderedMap:
     def _disk_full(self, error: Exception) -> DiskFullError:
         code = getattr(error, "code", 0)
         if code in (errno.EFBIG, errno.EIO) or (
-            isinstance(error, lmdb.MapFullError) and self._is_set_smaller_than_disk
+            isinstance(error, lmdb.MapFullError) and self._space.is_smaller_than_disk
         ):
-            return self._limit_reached(f"has no room left: {error}")
+            return self._space.limit_error(f"has no room left: {error}")
         return DiskFullError(f"the disk is full: {self._path}: {error}; make room there")
-
-    def _no_reserve(self, reserve_bytes: int) -> DiskFullError:
-        rest = f"bytes left; the last {reserve_bytes} are for compaction"
-        if self._is_set_smaller_than_disk and self._free_in_map < self._free_on_disk:
-            return self._limit_reached(f"has {max(0, self._free_in_map)} {rest}")
-        return DiskFullError(
-            f"the disk of {self._path} has {self._free_on_disk} {rest}; make room there"
-        )
-
-    def _limit_reached(self, text: str) -> DiskFullError:
-        file_bytes_max = _file_bytes_max()
-        if file_bytes_max < self._map_bytes + PAGE_BYTES:
-            return DiskFullError(
-                f"{self._path} may have {file_bytes_max} bytes (ulimit -f), and {text}; release "
-                "leases, or raise the limit of a file's size: `prlimit --fsize=unlimited --pid "
-                f"{os.getpid()}`"
-            )
-        return DiskFullError(
-            f"{self._path} may have {self._map_bytes} bytes (disk_bytes_max), and {text}; release "
-            "leases, or raise disk_bytes_max"
-        )
-
-    @property
-    def _is_set_smaller_than_disk(self) -> bool:
-        """Whether a setting bounds the file, or its default, or the system's limit of a file's
-        size, and not the disk's size."""
-        is_limited = _file_bytes_max() < self._map_bytes + PAGE_BYTES
-        return bool(self._bytes_max) or self._map_bytes >= MAP_BYTES_DEFAULT or is_limited
 
     @property
     def free_bytes(self) -> int:
         """How much can still be written, given the disk's space and the memory map's size."""
-        return min(self._free_in_map, self._free_on_disk)
+        return self._space.free_bytes(self._sizes)
 
     @property
-    def _free_in_map(self) -> int:
-        file_bytes_max = _file_bytes_max()
-        if file_bytes_max >= self._map_bytes:
-            return self._map_bytes - self._used_bytes
-        if file_bytes_max < self._file_bytes:
-            # It was lowered since. Free pages may lie where nothing can be written.
-            return 0
-        return file_bytes_max - self._used_bytes
-
-    @property
-    def _free_on_disk(self) -> int:
-        disk = os.statvfs(self._path)
-        free_in_file = max(0, self._file_bytes - self._used_bytes)
-        return disk.f_bavail * disk.f_frsize + free_in_file
-
-    @property
-    def _used_bytes(self) -> int:
+    def _sizes(self) -> FileSizes:
         stat = self._env.stat()
         pages = stat["branch_pages"] + stat["leaf_pages"] + stat["overflow_pages"]
-        return int(pages * self._page_bytes)
-
-    @property
-    def _file_bytes(self) -> int:
-        return int((self._env.info()["last_pgno"] + 1) * self._page_bytes)
+        page_count = self._env.info()["last_pgno"] + 1
+        return FileSizes(int(pages * self._page_bytes), int(page_count * self._page_bytes))
 
     def count(self) -> int:
         """How many keys there are according to the meta page."""
@@ -513,107 +432,14 @@ class LmdbOrderedMap:
     def statistics(self) -> dict[str, int]:
         """Bytes in use, and in the file."""
         with self.read():  # damaged meta pages name no true sizes
-            return {"bytes_used": self._used_bytes, "bytes_in_file": self._file_bytes}
+            sizes = self._sizes
+            return {"bytes_used": sizes.used_bytes, "bytes_in_file": sizes.file_bytes}
 
     def close(self) -> None:
         """Closes the file."""
         self._env.close()
 
 
-def _mark_in_sum(key: bytes, value: Buffer) -> int:
-    """What the sum has for a record that was written before. If it has been damaged since, that is
-    the mark that it had then: otherwise the sum would keep a mark of no record for ever."""
-    mark = record_mark(key, value, True)
-    return mark if mark >= 0 else mark_before_damage(key, value)
-
-
-class _ReadTransaction:
-    def __init__(self, transaction: lmdb.Transaction) -> None:
-        self.transaction = transaction
-
-    def get(self, key: bytes) -> Buffer | None:
-        value: Buffer | None = self.transaction.get(key)
-        return value
-
-    def get_all(self, keys: Sequence[bytes]) -> Iterable[tuple[bytes, Buffer]]:
-        with self.transaction.cursor() as cursor:
-            return [(bytes(key), value) for key, value in cursor.getmulti(keys)]
-
-    def scan(self, first_key: bytes, last_key: bytes) -> Iterator[tuple[bytes, Buffer]]:
-        with self.transaction.cursor() as cursor:
-            if not cursor.set_range(first_key):
-                return
-            for key, value in cursor.iternext():
-                key = bytes(key)
-                if key > last_key:
-                    return
-                yield key, value
-
-    def last(self, first_key: bytes, last_key: bytes) -> tuple[bytes, Buffer] | None:
-        with self.transaction.cursor() as cursor:
-            if not cursor.set_range(last_key):
-                has_key = cursor.last()
-            else:
-                has_key = bytes(cursor.key()) == last_key or cursor.prev()
-            if not has_key or bytes(cursor.key()) < first_key:
-                return None
-            return bytes(cursor.key()), cursor.value()
-
-
-class _WriteTransaction(_ReadTransaction):
-    def __init__(self, transaction: lmdb.Transaction, is_summed: bool) -> None:
-        super().__init__(transaction)
-        self.is_changed = False
-        self.sum_change = 0
-        self._is_summed = is_summed
-        self._cursor = transaction.cursor()
-
-    def put(self, key: bytes, value: Buffer) -> None:
-        self.is_changed = True
-        if not self._is_summed or key == COMMIT:
-            self.transaction.put(key, value)
-            return
-        # One search, where the key is new; none, where it is in the page of the one before.
-        old_value = self._cursor.replace(key, value)
-        if old_value is not None:
-            self.sum_change -= _mark_in_sum(key, old_value)
-        self.sum_change += record_mark(key, value, False)
-
-    def put_all(self, items: Iterable[tuple[bytes, Buffer]]) -> None:
-        if self._is_summed:
-            for key, value in items:
-                self.put(key, value)
-            return
-        self.is_changed = True
-        with self.transaction.cursor() as cursor:
-            cursor.putmulti(items)
-
-    def put_new(self, items: Sequence[tuple[bytes, Buffer]]) -> int:
-        if self._is_summed:
-            new_items = [(key, value) for key, value in items if self.transaction.get(key) is None]
-            self.put_all(new_items)
-            return len(new_items)
-        self.is_changed = True
-        with self.transaction.cursor() as cursor:
-            _, count = cursor.putmulti(items, overwrite=False)
-            return int(count)
-
-    def delete(self, key: bytes) -> None:
-        self.is_changed = True
-        if not self._cursor.set_key(key):
-            return
-        if self._is_summed:
-            # Where it lies in the file: `pop` would copy it, and read all of a large value.
-            self.sum_change -= _mark_in_sum(key, self._cursor.value())
-        self._cursor.delete()
-
-
 def _is_full(error: Exception) -> bool:
     code = getattr(error, "code", 0)
     return isinstance(error, lmdb.MapFullError) or code in (*FULL_DISK_ERRORS, errno.EFBIG)
-
-
-def _file_bytes_max() -> int:
-    """How large the system lets a file become that this process writes."""
-    soft_limit, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
-    return sys.maxsize if soft_limit == resource.RLIM_INFINITY else soft_limit

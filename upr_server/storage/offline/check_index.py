@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from upr_protocol.chunk import Buffer
-from upr_server.storage.lmdb_ordered_map import COMMIT, LmdbOrderedMap
+from upr_server.storage.lmdb_ordered_map import LmdbOrderedMap
+from upr_server.storage.lmdb_transactions import COMMIT
 from upr_server.storage.offline.findings import Damage, Progress, Report
 from upr_server.storage.offline.map_walk import KEYS_END, walk_map
 from upr_server.storage.ordered_map import ReadTransaction

@@ -11,7 +11,8 @@ from upr_protocol.failover import FailoverLog
 from upr_protocol.ids import Operation, PartitionState, SeqNo
 from upr_protocol.partition_map import PartitionMap
 from upr_server.storage.errors import CorruptionError, StorageError
-from upr_server.storage.lmdb_ordered_map import COMMIT, LmdbOrderedMap
+from upr_server.storage.lmdb_ordered_map import LmdbOrderedMap
+from upr_server.storage.lmdb_transactions import COMMIT
 from upr_server.storage.offline.bucket_files import read_bucket_record
 from upr_server.storage.offline.findings import Damage, Progress, Report
 from upr_server.storage.offline.map_walk import walk_map
