@@ -125,6 +125,7 @@ CONCERNS: Final = (
             "index_update.py",
             "item_lookup.py",
             "key_index.py",
+            "leased_ranges.py",
             "live_seqs.py",
             "records.py",
         )

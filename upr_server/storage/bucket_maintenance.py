@@ -14,9 +14,10 @@ import msgspec
 
 from upr_protocol.ids import SeqNo
 from upr_server.storage.chunk_log import ChunkLog
-from upr_server.storage.compaction import Compaction, covered_ranges
+from upr_server.storage.compaction import Compaction
 from upr_server.storage.errors import CorruptionError, DiskFullError
 from upr_server.storage.key_index import KeyIndex
+from upr_server.storage.leased_ranges import covered_ranges
 from upr_server.storage.partition_usage import PartitionUsage
 from upr_server.storage.records import LeaseRecord
 

@@ -14,7 +14,6 @@ mutation of a partition is never dropped: the log must end at the partition's hi
 
 from __future__ import annotations
 
-from bisect import bisect_left, bisect_right
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Final
@@ -26,6 +25,7 @@ from upr_protocol.ids import Operation, SeqNo
 from upr_server.storage.chunk_log import ChunkLog
 from upr_server.storage.errors import CorruptionError
 from upr_server.storage.key_index import KeyIndex
+from upr_server.storage.leased_ranges import LeasedRanges, SeqRange, SeqRanges, covers_any
 from upr_server.storage.live_seqs import SPAN, LiveSeqs
 from upr_server.storage.records import (
     CHUNK_HEAD,
@@ -46,9 +46,6 @@ CHUNK_BYTES: Final = 256 * 1024
 
 WHOLE_BYTES_MIN: Final = 64 * 1024
 """A chunk of at least this size of which nothing is dropped is not rewritten."""
-
-SeqRanges = Sequence[tuple[int, int]]
-"""Leased ranges of one partition: (start, end], start exclusive."""
 
 
 class CompactionStep(msgspec.Struct, frozen=True):
@@ -96,7 +93,7 @@ class Compaction:
         self.partition = partition
         self.through = through
         self.seq = SeqNo(0)
-        self.left_bytes: Counter[tuple[int, int]] = Counter()
+        self.left_bytes: Counter[SeqRange] = Counter()
 
     def step(
         self,
@@ -117,29 +114,30 @@ class Compaction:
         Raises:
             CorruptionError: The log or the index is damaged; nothing was changed.
         """
-        partition, log = self.partition, self._log
         self._left_after = min([self._left_after, *(start for start, _ in leases)])
-        high = log.high_seq(partition)
+        high = self._log.high_seq(self.partition)
         live_seqs = self._read_live_seqs(high)
         if not live_seqs.is_complete:
             return self._unchanged_step()
         # Whole chunks: a rewritten one is stored under the same last number.
-        read_chunks = log.read_chunks(partition, self.seq, high, bytes_max=bytes_max)
+        read_chunks = self._log.read_chunks(self.partition, self.seq, high, bytes_max=bytes_max)
         due_chunks = [chunk for chunk in read_chunks if chunk.end <= self.through]
         chunks = [chunk for chunk in due_chunks if chunk.end <= live_seqs.through]
         if due_chunks and not chunks:
             self._live_seqs = None
             return self._unchanged_step()
-        rewrite = _Rewrite()
-        purge_through = min(self._left_after, high - 1)
-        selection = _Selection(live_seqs, _merged(leases), purge_before_cas, purge_through)
-        for chunk in chunks:
-            rewrite.add(chunk, selection.rows_to_keep(chunk, notes_dropped=bool(lapsed_leases)))
-        replaced_chunks, new_chunks = rewrite.finish()
+        selection = _Selection(
+            live_seqs,
+            LeasedRanges(leases),
+            purge_before_cas,
+            min(self._left_after, high - 1),
+            notes_dropped=bool(lapsed_leases),
+        )
+        replaced_chunks, new_chunks = _rewritten(chunks, selection)
         broken_leases = [
             lease
             for lease in lapsed_leases
-            if _covers_any(lease, partition, selection.dropped_seqs)
+            if covers_any(lease, self.partition, selection.dropped_seqs)
         ]
         purge_seq, grown_bytes = self._replace(
             replaced_chunks, new_chunks, selection.purged_tombstones, broken_leases
@@ -216,57 +214,22 @@ class Compaction:
         return purge_seq, grown_bytes
 
 
-def covered_ranges(ranges: Iterable[tuple[int, int]], by: SeqRanges) -> set[tuple[int, int]]:
-    """Those of these ranges of which all numbers lie in the ranges `by`."""
-    merged_ranges = _merged(by)
-    covered: set[tuple[int, int]] = set()
-    for start, end in ranges:
-        position = bisect_right(merged_ranges, (start, SEQS_END)) - 1
-        if position >= 0 and end <= merged_ranges[position][1]:
-            covered.add((start, end))
-    return covered
-
-
-def _merged(ranges: SeqRanges) -> list[tuple[int, int]]:
-    """The same numbers, in rising ranges that do not touch each other."""
-    merged_ranges: list[tuple[int, int]] = []
-    for start, end in sorted(ranges):
-        if merged_ranges and start <= merged_ranges[-1][1]:
-            merged_ranges[-1] = merged_ranges[-1][0], max(end, merged_ranges[-1][1])
-        elif start < end:
-            merged_ranges.append((start, end))
-    return merged_ranges
-
-
-def _is_leased(seq: int, leased_ranges: list[tuple[int, int]]) -> bool:
-    position = bisect_left(leased_ranges, (seq,)) - 1
-    return position >= 0 and seq <= leased_ranges[position][1]
-
-
 def _left_bytes(
     chunk: Chunk,
     are_live: bytes,
     keep: bytearray,
-    leased_ranges: list[tuple[int, int]],
-) -> dict[tuple[int, int], int]:
+    leased_ranges: LeasedRanges,
+) -> dict[SeqRange, int]:
     """About how many bytes of a chunk are superseded and kept for each leased range."""
-    counts: Counter[tuple[int, int]] = Counter()
+    counts: Counter[SeqRange] = Counter()
     for seq, is_live, is_kept in zip(chunk.seqs.tolist(), are_live, keep, strict=True):
         if is_kept and not is_live:
-            counts[leased_ranges[bisect_left(leased_ranges, (seq,)) - 1]] += 1
+            leased_range = leased_ranges.range_of(seq)
+            assert leased_range is not None, seq
+            counts[leased_range] += 1
     return {
         leased_range: chunk.nbytes * count // chunk.count for leased_range, count in counts.items()
     }
-
-
-def _covers_any(lease: LeaseRecord, partition: int, seqs: list[int]) -> bool:
-    """Whether one of these rising sequence numbers lies in the lease's ranges."""
-    for leased_partition, start, end in lease.ranges:
-        if leased_partition == partition:
-            position = bisect_right(seqs, start)
-            if position < len(seqs) and seqs[position] <= end:
-                return True
-    return False
 
 
 def _purge(chunk: Chunk, keep: bytearray, before_cas: int, through: int) -> list[tuple[bytes, int]]:
@@ -290,9 +253,10 @@ class _Selection:
 
     Args:
         live_seqs: The mutations that the index names.
-        leased_ranges: Rising ranges of which every mutation is kept.
+        leased_ranges: Ranges of which every mutation is kept.
         purge_before_cas: Tombstones with a lower CAS are old enough to be dropped,
         purge_through: those up to this number.
+        notes_dropped: Whether to note what is not kept.
 
     Attributes:
         dropped_seqs: The numbers of what is not kept, if they are noted.
@@ -303,34 +267,45 @@ class _Selection:
     def __init__(
         self,
         live_seqs: LiveSeqs,
-        leased_ranges: list[tuple[int, int]],
+        leased_ranges: LeasedRanges,
         purge_before_cas: int,
         purge_through: int,
+        *,
+        notes_dropped: bool,
     ) -> None:
         self.dropped_seqs: list[int] = []
-        self.left_bytes: Counter[tuple[int, int]] = Counter()
+        self.left_bytes: Counter[SeqRange] = Counter()
         self.purged_tombstones: list[tuple[bytes, int]] = []
         self._live_seqs = live_seqs
         self._leased_ranges = leased_ranges
         self._purge_before_cas = purge_before_cas
         self._purge_through = purge_through
+        self._notes_dropped = notes_dropped
 
-    def rows_to_keep(self, chunk: Chunk, *, notes_dropped: bool) -> bytearray:
+    def rows_to_keep(self, chunk: Chunk) -> bytearray:
         """For each row of a chunk 1 if it is kept, and 0 if not."""
         seqs = chunk.seqs.tolist()
         are_live = self._live_seqs.are_live(seqs)
         keep = bytearray(are_live)
         if self._leased_ranges:
             for row, seq in enumerate(seqs):
-                keep[row] = keep[row] or _is_leased(seq, self._leased_ranges)
+                keep[row] = keep[row] or self._leased_ranges.range_of(seq) is not None
         self.purged_tombstones += _purge(chunk, keep, self._purge_before_cas, self._purge_through)
         if self._leased_ranges:
             self.left_bytes.update(_left_bytes(chunk, are_live, keep, self._leased_ranges))
-        if notes_dropped:
+        if self._notes_dropped:
             self.dropped_seqs += [
                 seq for seq, is_kept in zip(seqs, keep, strict=True) if not is_kept
             ]
         return keep
+
+
+def _rewritten(chunks: Iterable[Chunk], selection: _Selection) -> tuple[list[Chunk], list[Chunk]]:
+    """The chunks to replace, and the chunks to put in their place."""
+    rewrite = _Rewrite()
+    for chunk in chunks:
+        rewrite.add(chunk, selection.rows_to_keep(chunk))
+    return rewrite.finish()
 
 
 class _Rewrite:
