@@ -22,7 +22,7 @@ from upr_protocol.errors import Status
 from upr_protocol.ids import HistoryId, Operation, PartitionState, SeqNo
 from upr_protocol.limits import BUNDLE_MUTATIONS_MAX
 from upr_server.engine import Bucket, CheckedChunk, Evaluation, MutationBatch, Partition, batch_of
-from upr_server.engine.evaluation import BLOCK_ROWS, EXPIRY_COST, PIECE_ROWS
+from upr_server.engine.evaluation_steps import BLOCK_ROWS, EXPIRY_COST, PIECE_ROWS
 from upr_server.engine.partition import EXPIRE_MAX
 from upr_server.engine.snapshots import LARGE_VALUE_BYTES
 

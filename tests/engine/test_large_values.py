@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 from tests.engine.helpers import NOW, cursor_at, get_item, items, new_partition, send
 from upr_protocol.chunk import LARGE_BYTES, Chunk, ChunkPieces, LargeRow, Mutation, WidenedChunk
 from upr_protocol.ids import Cas, Operation, SeqNo
-from upr_server.engine import Partition, batch_of
-from upr_server.engine import evaluation as evaluation_module
+from upr_server.engine import Partition, batch_of, evaluation_steps
 from upr_server.engine.evaluation import UNLIMITED_COST
 from upr_server.engine.snapshots import collapse, open_snapshot
 from upr_server.engine.snapshots.document_arrays import ARRAY_BYTES_MAX
@@ -30,9 +29,9 @@ def small_is_large(monkeypatch: pytest.MonkeyPatch) -> None:
     """Values above `ARRAY_BYTES_MAX` are large, and pieces are small."""
     for module in ("chunk.chunk", "chunk.layout"):
         monkeypatch.setattr(f"upr_protocol.{module}.LARGE_BYTES", ARRAY_BYTES_MAX)
-    for patched_module in (open_snapshot, evaluation_module, collapse):
+    for patched_module in (open_snapshot, evaluation_steps, collapse):
         monkeypatch.setattr(patched_module, "LARGE_BYTES", ARRAY_BYTES_MAX)
-    monkeypatch.setattr(evaluation_module, "JOINED_BYTES", 40_000)
+    monkeypatch.setattr(evaluation_steps, "JOINED_BYTES", 40_000)
     monkeypatch.setattr(collapse, "WIDEN_BYTES", 40_000)
 
 

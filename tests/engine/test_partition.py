@@ -39,7 +39,7 @@ from upr_server.engine import (
     WriterToken,
     batch_of,
 )
-from upr_server.engine.evaluation import BULK_ROWS_MIN
+from upr_server.engine.evaluation_steps import BULK_ROWS_MIN
 from upr_server.engine.memory_account import MemoryAccount
 from upr_server.engine.mutate_result import pack_result, unpack_result
 from upr_server.engine.publisher_answers import BATCHES_MAX

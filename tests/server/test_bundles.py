@@ -43,7 +43,7 @@ from upr_protocol.users import Grant, Right, User
 from upr_protocol.wire import Get, GetReply, Mutate, MutateReply, Refusal, RunResult
 from upr_server.app import Server
 from upr_server.engine import batch_of
-from upr_server.engine.evaluation import EXPIRY_COST
+from upr_server.engine.evaluation_steps import EXPIRY_COST
 from upr_server.engine.partition import EXPIRE_BEFORE_RUN_MAX, EXPIRE_MAX
 from upr_server.engine.replica_progress import ReplicaProgress
 from upr_server.net.access import Access

@@ -21,7 +21,9 @@ from upr_protocol.ids import (
 )
 from upr_protocol.limits import FRAME_BODY_BYTES_MAX
 from upr_server.engine.batch import CheckedChunk, MutationBatch
-from upr_server.engine.evaluation import BULK_ROWS_MIN, ContentVersion, Evaluation
+from upr_server.engine.evaluation import Evaluation
+from upr_server.engine.evaluation_result import ContentVersion
+from upr_server.engine.evaluation_steps import BULK_ROWS_MIN
 from upr_server.engine.eviction import KeyEviction
 from upr_server.engine.expiry import ExpiryIndex
 from upr_server.engine.hash_table import HashTable

@@ -28,7 +28,7 @@ from upr_server.engine import (
     Partition,
     apply_set_runs,
 )
-from upr_server.engine.evaluation import BYTES_PER_COST
+from upr_server.engine.evaluation_steps import BYTES_PER_COST
 from upr_server.net.handlers.bundle_answer import BundleAnswer
 from upr_server.net.handlers.durability import (
     WITHOUT_REPLICAS,
