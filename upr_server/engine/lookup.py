@@ -25,6 +25,9 @@ record is damaged has a `damaged_item`."""
 
 NOTHING_FETCHED: Final[FetchedItems] = {}
 
+ROW_BYTES_MAX: Final = 48
+"""What a row takes in a chunk beside its key and value, with all padding."""
+
 
 class FetchRequest(msgspec.Struct, frozen=True):
     """A key whose item must be read from disk.
@@ -140,12 +143,13 @@ class ItemLookup:
     def missing_for_get(
         self, keys: Sequence[bytes], now: float, fetched_items: FetchedItems
     ) -> list[FetchRequest]:
-        """What must be read from disk before a `get` of `keys` has an answer. O(keys).
+        """What must be read from disk before `rows_for_get` of `keys` has a row. O(keys).
 
         A fetch reads a bounded number of bytes, perhaps not all that was asked for. Then the answer
         holds the keys before the first that is still missing: so nothing is missing once the first
         key is there.
         """
+        keys = list(filter(_is_key, keys))
         if fetched_items and keys and self.find(keys[0], now, fetched_items) is not NOT_FETCHED:
             return []
         requests = (
@@ -169,6 +173,29 @@ class ItemLookup:
         return FetchRequest(key, seq, needs_value or location is _DISK)
 
     # What is there.
+
+    def rows_for_get(
+        self, keys: Sequence[bytes], now: float, bytes_max: int, fetched_items: FetchedItems
+    ) -> list[Mutation]:
+        """The rows of a reply to a `GET`; see `Partition.get`. O(keys * log mutations)."""
+        rows: list[Mutation] = []
+        bytes_left = bytes_max
+        for key in keys:
+            if not _is_key(key):
+                rows.append(Mutation(Operation.DELETE, key, flags=Status.BAD_KEY))
+                continue
+            row = self.find(key, now, fetched_items)
+            if row is NOT_FETCHED:
+                assert rows, "the caller must first ask which keys are missing"
+                break
+            if row is not None and is_damaged(row):
+                rows.append(Mutation(Operation.DELETE, key, flags=Status.DAMAGED))
+                continue
+            bytes_left -= ROW_BYTES_MAX + len(key) + (0 if row is None else len(row.value))
+            if bytes_left < 0 and rows:
+                break
+            rows.append(Mutation(Operation.DELETE, key) if row is None else row)
+        return rows
 
     def find(self, key: bytes, now: float, fetched_items: FetchedItems) -> Mutation | None:
         """What the key holds; None when it is missing or has expired. O(log mutations).
@@ -239,7 +266,7 @@ class ItemLookup:
         return item
 
 
-def is_key(key: bytes) -> bool:
+def _is_key(key: bytes) -> bool:
     """Whether an item can have this key."""
     return 1 <= len(key) <= KEY_BYTES_MAX
 

@@ -27,15 +27,7 @@ from upr_server.engine.evaluation_steps import BULK_ROWS_MIN
 from upr_server.engine.eviction import KeyEviction
 from upr_server.engine.expiry import ExpiryIndex
 from upr_server.engine.hash_table import HashTable
-from upr_server.engine.lookup import (
-    NOT_FETCHED,
-    NOTHING_FETCHED,
-    FetchedItems,
-    FetchRequest,
-    ItemLookup,
-    is_damaged,
-    is_key,
-)
+from upr_server.engine.lookup import NOTHING_FETCHED, FetchedItems, FetchRequest, ItemLookup
 from upr_server.engine.memory_account import MemoryAccount
 from upr_server.engine.mutate_result import MutateResult
 from upr_server.engine.partition_image import PartitionImage
@@ -60,9 +52,6 @@ EXPIRE_BEFORE_RUN_MAX: Final = 64
 
 GET_BYTES_MAX: Final = FRAME_BODY_BYTES_MAX - 64 * 1024
 """What one reply to a `GET` holds; the rest of the frame is for its head."""
-
-ROW_BYTES_MAX: Final = 48
-"""What a row takes in a chunk beside its key and value, with all padding."""
 
 NANOSECONDS: Final = 1_000_000_000
 """CAS values are nanoseconds since 1970, or higher."""
@@ -538,7 +527,7 @@ class Partition:
         self, keys: Sequence[bytes], now: float, fetched_items: FetchedItems = NOTHING_FETCHED
     ) -> list[FetchRequest]:
         """What must be read from disk before `get` of these keys. O(keys)."""
-        return self._lookup.missing_for_get(list(filter(is_key, keys)), now, fetched_items)
+        return self._lookup.missing_for_get(keys, now, fetched_items)
 
     def get(
         self,
@@ -565,24 +554,7 @@ class Partition:
             `DAMAGED` where the disk cannot tell what it holds. A large value may be a view of
             memory that others share.
         """
-        rows: list[Mutation] = []
-        bytes_left = bytes_max
-        for key in keys:
-            if not is_key(key):
-                rows.append(Mutation(Operation.DELETE, key, flags=Status.BAD_KEY))
-                continue
-            row = self._lookup.find(key, now, fetched_items)
-            if row is NOT_FETCHED:
-                assert rows, "the caller must first ask which keys are missing"
-                break
-            if row is not None and is_damaged(row):
-                rows.append(Mutation(Operation.DELETE, key, flags=Status.DAMAGED))
-                continue
-            bytes_left -= ROW_BYTES_MAX + len(key) + (0 if row is None else len(row.value))
-            if bytes_left < 0 and rows:
-                break
-            rows.append(Mutation(Operation.DELETE, key) if row is None else row)
-        return rows
+        return self._lookup.rows_for_get(keys, now, bytes_max, fetched_items)
 
     # Figures and checks.
 
