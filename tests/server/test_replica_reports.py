@@ -13,9 +13,11 @@ import trio.testing
 from tests.server.connected_peer import P0, Peer, connected, make_server, sets
 from upr_protocol.chunk import Chunk, Mutation
 from upr_protocol.ids import HistoryId, Operation, PartitionId, SeqNo
+from upr_protocol.session import ServerSession
 from upr_protocol.wire import ReplicaAck
 from upr_server.engine import Bucket, batch_of
 from upr_server.net.handlers.streams import SLICE_PARTITIONS, replica_ack
+from upr_server.net.replica_reports import ReplicaReports
 from upr_server.net.report_wait import ReportWait
 from upr_server.net.request_context import RequestContext
 
@@ -41,12 +43,10 @@ def test_waits_for_replicas_in_many_partitions_are_answered_in_steps() -> None:
             )
         rows.append((partition.id, partition.failover_log.current, ONE, SeqNo(0)))
     context = SimpleNamespace(
-        replica_name="r",
         bucket=bucket,
         partition_maps=SimpleNamespace(is_replica=lambda *_arguments: True),
         report_wait=ReportWait(),
-        note_replica=lambda _partition: None,
-        connection_number=1,
+        replica_reports=ReplicaReports(ServerSession("server", now=0.0), connection_number=1),
         disk=SimpleNamespace(progress=SimpleNamespace(notify=lambda: None)),
     )
     steps = replica_ack(cast("RequestContext", context), ReplicaAck(tuple(rows)))

@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Awaitable, Callable, Iterator, Sequence
-from functools import partial
+from collections.abc import Awaitable, Callable, Iterator
 from typing import Any, Final
 
-import structlog
 import trio
 
-from upr_protocol.errors import ServerError, Status, quoted_key
-from upr_protocol.failover import FailoverLog
-from upr_protocol.hashing import partition_of
-from upr_protocol.ids import PartitionId, PartitionState, SeqNo
+from upr_protocol.errors import ServerError, Status
+from upr_protocol.ids import PartitionId, PartitionState
 from upr_protocol.session import ServerSession, SessionState
 from upr_protocol.users import Right
-from upr_protocol.wire import Message, Mutate, Refusal, SetFrames, Stream, StreamReply
+from upr_protocol.wire import Message, Mutate, SetFrames
 from upr_server.engine import Bucket, BucketError, Partition
 from upr_server.net.access import Access
 from upr_server.net.backlog import ConnectionBacklog
@@ -24,25 +19,15 @@ from upr_server.net.credit import PublisherCredit
 from upr_server.net.durability_waits import DurabilityWaits
 from upr_server.net.log_in import LogInExchange
 from upr_server.net.partition_request_queue import PartitionRequest
+from upr_server.net.refusals import not_active_error, refusal_of
 from upr_server.net.refused_task_runs import RefusedTaskRuns
+from upr_server.net.replica_reports import ReplicaReports
 from upr_server.net.replies import ReplyOrder
+from upr_server.net.reply_tasks import ReplyTask, ReplyTaskQueue, start_reply_task
 from upr_server.net.report_wait import ReportWait
 from upr_server.net.resources import ServerResources
-from upr_server.net.state_text import state_text
 from upr_server.net.streamer import Streamer, streams_in_steps
-from upr_server.storage.errors import StorageError
 from upr_server.storage.online.bucket_disk import BucketDisk
-
-REPLICA_PREFIX: Final = "replica:"
-"""What the identity of a replica begins with; the name of its node follows."""
-
-_SENTENCE_MAX: Final = 900
-"""Characters of a refusal: in any script they fit its frame."""
-
-log = structlog.get_logger(__name__)
-
-ReplyTask = Callable[[], Awaitable[None]]
-"""Answers a request, for as long as it takes."""
 
 
 class RequestContext:
@@ -52,11 +37,11 @@ class RequestContext:
         resources: What all connections share.
         session: The connection's session.
         stream: The connection.
-        peer: The other end's address, for logs and statistics.
+        peer: See below.
         wake: Has what is in the session sent.
 
     Attributes:
-        connection_number: The connection's number; newer ones have higher numbers.
+        peer: The other end's address, for logs and statistics.
         bucket: The bucket that the client opened; None before that, and once it was deleted.
         access: Who the client is, and what it may do.
         log_in: How the client proves who it is.
@@ -69,6 +54,7 @@ class RequestContext:
         replication_timeout_s: How long replicas may take to have a batch.
         statistics_of: The figures of a bucket, or of the server for an empty name, in steps.
         streamer: The connection's streams.
+        replica_reports: What the client reports as a replica.
         report_wait: The wait for a replica's report.
         reply_order: The replies to bundles that are owed.
         credit: The publisher's credit.
@@ -88,7 +74,7 @@ class RequestContext:
         peer: str,
         wake: Callable[[], None],
     ) -> None:
-        self.connection_number = next(resources.connection_numbers)
+        self.peer = peer
         self.bucket: Bucket | None = None
         self.access = Access(resources.users, peer, resources.audit_log)
         self.log_in = LogInExchange(resources.log_ins, session, stream, peer, self.access, wake)
@@ -101,6 +87,7 @@ class RequestContext:
         self.replication_timeout_s = resources.replication_timeout_s
         self.statistics_of = resources.statistics_of
         self.streamer = Streamer(session, peer, wake)
+        self.replica_reports = ReplicaReports(session, next(resources.connection_numbers))
         self.report_wait = ReportWait()
         self.backlog = ConnectionBacklog(session, wake)
         self.reply_order = ReplyOrder(resources.reply_steps, self.backlog)
@@ -113,16 +100,11 @@ class RequestContext:
         self._wait_turns = resources.wait_turns
         self._durability_waits: DurabilityWaits | None = None
         self._session = session
-        self._peer = peer
         self._wake = wake
         self._disk: BucketDisk | None = None
         self._nursery: trio.Nursery | None = None
-        self._replicas: dict[Partition, str] = {}
-        """Partitions of which the peer has reported what it has, with its name."""
-        self._in_order: deque[tuple[Message, ReplyTask, int]] = deque()
-        """Requests that are answered one after the other; the first is being answered. Each with
-        about what it takes."""
-        self._streams_to_open: deque[tuple[Message, ReplyTask]] = deque()
+        self._in_order = ReplyTaskQueue(counts_as_queued=True)
+        self._streams_to_open = ReplyTaskQueue(counts_as_queued=False)
         """Requests for streams that wait for the end of a change."""
 
     # The connection's side.
@@ -137,9 +119,7 @@ class RequestContext:
         for _ in self.streamer.close():
             pass
         self.reply_order.close()
-        for partition, replica in self._replicas.items():
-            partition.replicas.forget_replica(replica, self.connection_number)
-        self._replicas.clear()
+        self.replica_reports.forget()
         # Each refers to this object.
         self._durability_waits = None
         self._in_order.clear()
@@ -222,16 +202,6 @@ class RequestContext:
         """The revision of the bucket's map; 0 for none."""
         return 0 if self.bucket is None else self.partition_maps.revision(self.bucket.name)
 
-    @property
-    def replica_name(self) -> str:
-        """The name of the client's node, if the client is a replica."""
-        return self._session.client_identity.removeprefix(REPLICA_PREFIX)
-
-    def note_replica(self, partition: Partition) -> None:
-        """The client is a replica, and reports what it has of a partition. That counts for as long
-        as the connection lasts."""
-        self._replicas[partition] = self.replica_name
-
     # Answering.
 
     def wake(self) -> None:
@@ -246,30 +216,9 @@ class RequestContext:
     def refuse(self, request: Message, status: Status, sentence: str) -> None:
         """Refuses `request`, or what `request` is the answer to. One that is never answered is just
         dropped."""
-        if isinstance(request, Stream):
-            self.send(
-                StreamReply(
-                    SeqNo(0),
-                    sentence[:_SENTENCE_MAX],
-                    FailoverLog(),
-                    self.map_revision,
-                    partition=request.partition,
-                    opaque=request.opaque,
-                    status=status,
-                )
-            )
-            return
-        if not request.answers:
-            return
-        self.send(
-            Refusal(
-                sentence[:_SENTENCE_MAX],
-                self.map_revision,
-                partition=request.partition,
-                opaque=request.opaque,
-                status=status,
-            )
-        )
+        refusal = refusal_of(request, status, sentence, self.map_revision)
+        if refusal is not None:
+            self.send(refusal)
 
     def refuse_for(self, request: Message, error: ServerError | BucketError) -> None:
         """Refuses `request` with what `error` says."""
@@ -325,7 +274,7 @@ class RequestContext:
 
     def reply_later(self, request: Message, answer: ReplyTask) -> None:
         """Runs `answer` as a task of its own, which the connection's end cancels."""
-        self.start_task(partial(self._run_reply_task, request, answer))
+        start_reply_task(self, request, answer)
 
     def reply_in_order(self, request: Message, answer: ReplyTask, nbytes: int = 0) -> None:
         """Runs `answer` as a task, once the requests given to this method before are answered, and
@@ -345,42 +294,13 @@ class RequestContext:
                 self.access.check_message(request, is_noted=True)
             await answer()
 
-        self._in_order.append((request, answer_if_allowed, nbytes))
-        self.backlog.request_queued(nbytes)
-        if len(self._in_order) == 1:
-            self.start_task(self._run_in_order)
-
-    async def _run_in_order(self) -> None:
-        while self._in_order:
-            request, answer, nbytes = self._in_order[0]
-            await self._run_reply_task(request, answer)
-            self._in_order.popleft()
-            self.backlog.request_dequeued(nbytes)
+        self._in_order.submit(self, request, answer_if_allowed, nbytes)
 
     def open_later(self, request: Message, answer: ReplyTask) -> None:
         """Runs `answer`, for a stream that cannot be opened now, once those given to this method
         before are answered. There is one a partition at most, so they do not count as queued: what
         else the peer says is read."""
-        self._streams_to_open.append((request, answer))
-        if len(self._streams_to_open) == 1:
-            self.start_task(self._open_in_order)
-
-    async def _open_in_order(self) -> None:
-        while self._streams_to_open:
-            await self._run_reply_task(*self._streams_to_open[0])
-            self._streams_to_open.popleft()
-
-    async def _run_reply_task(self, request: Message, answer: ReplyTask) -> None:
-        try:
-            await answer()
-        except (ServerError, BucketError) as error:
-            self.refuse_for(request, error)
-        except StorageError as error:
-            self.refuse(request, Status.TEMPORARY_FAILURE, str(error))
-        except Exception:
-            log.exception("request failed", peer=self._peer, request=type(request).__name__)
-            self.fail(request)
-        self._wake()
+        self._streams_to_open.submit(self, request, answer)
 
 
 Handler = Callable[[RequestContext, Any], Iterator[None] | None]
@@ -396,37 +316,3 @@ def remaining_steps(steps: Iterator[None]) -> Iterator[None] | None:
     """Does the next of a handler's steps; returns the others, None if it was the last. An error in
     the first one has the request refused."""
     return steps if next(steps, _FINISHED) is not _FINISHED else None
-
-
-def not_active_error(partition: Partition) -> ServerError:
-    """Says that this node is not active for a partition; or that its copy is damaged."""
-    if partition.damage:
-        return damaged_error(partition)
-    return ServerError(
-        Status.NOT_MY_PARTITION,
-        f"partition {partition.id} {state_text(partition, 'active')}",
-    )
-
-
-def damaged_error(partition: Partition) -> ServerError:
-    """Says that a partition is not served, because a record of it is damaged."""
-    return ServerError(
-        Status.DAMAGED,
-        f"partition {partition.id} is not served, because it is damaged: {partition.damage}",
-    )
-
-
-def misplaced_error(key: bytes, partition: Partition, partition_count: int) -> ServerError:
-    """Says that a key does not belong to a partition."""
-    return ServerError(
-        Status.BAD_ARGUMENT,
-        f"key {quoted_key(key[:40])} belongs to partition {partition_of(key, partition_count)}, "
-        f"not {partition.id}",
-    )
-
-
-def check_partitions_differ(partitions: Sequence[int]) -> None:
-    """Raises `ServerError` when a request names a partition twice: its answer has a row for each
-    partition, and is bounded by their number."""
-    if len(set(partitions)) != len(partitions):
-        raise ServerError(Status.BAD_ARGUMENT, "a partition is named twice")

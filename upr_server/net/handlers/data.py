@@ -28,12 +28,8 @@ from upr_server.engine import (
     Partition,
 )
 from upr_server.net.handlers.durability import durability_target
-from upr_server.net.request_context import (
-    RequestContext,
-    check_partitions_differ,
-    misplaced_error,
-    not_active_error,
-)
+from upr_server.net.refusals import check_partitions_differ, misplaced_error, not_active_error
+from upr_server.net.request_context import RequestContext
 from upr_server.storage.calls import FindSeqBefore
 
 GET_REPLY_BYTES: Final = 1024 * 1024

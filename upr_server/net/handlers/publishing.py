@@ -37,13 +37,9 @@ from upr_server.net.handlers.durability import (
     replicated_target,
 )
 from upr_server.net.partition_request_queue import FETCHED_BYTES_MAX, UNFINISHED, StillNeeded
+from upr_server.net.refusals import misplaced_error, not_active_error
 from upr_server.net.replies import IN_MEMORY, DurabilityTarget, OrderedReply, call_when_durable
-from upr_server.net.request_context import (
-    RequestContext,
-    misplaced_error,
-    not_active_error,
-    remaining_steps,
-)
+from upr_server.net.request_context import RequestContext, remaining_steps
 
 SLICE_COST: Final = 4096
 """What is done before others have their turn, in plain rows: at about 0.5 µs each, 2 ms."""

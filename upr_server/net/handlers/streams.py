@@ -14,11 +14,8 @@ from upr_protocol.ids import PartitionId, PartitionState, SeqNo
 from upr_protocol.wire import Open, Opened, PartitionLog, ReplicaAck, Stream
 from upr_server.engine import Bucket, Partition
 from upr_server.engine.replica_progress import STEP_CALLS
-from upr_server.net.request_context import (
-    RequestContext,
-    check_partitions_differ,
-    remaining_steps,
-)
+from upr_server.net.refusals import check_partitions_differ
+from upr_server.net.request_context import RequestContext, remaining_steps
 
 STREAM_OBJECTS: Final = 10
 """Objects of a stream that Python's collector looks at."""
@@ -123,7 +120,7 @@ def _check_replica(context: RequestContext, request: Stream) -> None:
     bucket = context.bucket
     if not request.with_answers or bucket is None:
         return
-    name = context.replica_name
+    name = context.replica_reports.name
     if not context.partition_maps.is_replica(bucket.name, request.partition, name):
         raise ServerError(
             Status.WRONG_STATE,
@@ -138,7 +135,8 @@ def replica_ack(context: RequestContext, request: ReplicaAck) -> Iterator[None] 
 
 
 def _note_reports(context: RequestContext, request: ReplicaAck) -> Iterator[None]:
-    name, cost = context.replica_name, 0
+    reports = context.replica_reports
+    name, cost = reports.name, 0
     for partition_id, history_id, received_seq, persisted_seq in request.rows:
         bucket = context.bucket
         if bucket is None:
@@ -151,11 +149,8 @@ def _note_reports(context: RequestContext, request: ReplicaAck) -> Iterator[None
             and received_seq <= partition.high_seq
             and context.partition_maps.is_replica(bucket.name, partition.id, name)
         ):
-            context.note_replica(partition)
             context.disk.progress.notify()
-            call_count = partition.replicas.report(
-                name, received_seq, persisted_seq, context.connection_number
-            )
+            call_count = reports.report(partition, name, received_seq, persisted_seq)
             # A call that it made has cost as much as a report.
             cost += call_count
             while call_count >= STEP_CALLS:
