@@ -12,7 +12,9 @@ import structlog
 import trio
 
 from upr_protocol.errors import ServerError, Status
+from upr_protocol.failover import FailoverLog
 from upr_protocol.ids import PartitionId, PartitionState, SeqNo
+from upr_server.engine import Partition
 from upr_server.replication.local_server import LocalServer, streams_ended
 from upr_server.replication.received_answers import forget_answers
 from upr_server.replication.received_snapshots import ReceivedSnapshots
@@ -121,22 +123,8 @@ class ReplicaRollback:
                 )
                 seq = SeqNo(snapshot_end or 0)
                 failover_log = snapshots.log.up_to(seq)
-                pairs = tuple(failover_log.pairs())
-                record = PartitionRecord(
-                    PartitionState.REPLICA,
-                    pairs,
-                    seq,
-                    partition.last_cas,
-                    is_incomplete=partition.is_incomplete
-                    or not ceiling
-                    or ceiling > self._promotion_seq(partition_id)
-                    or self._streams.source.partitions[partition_id] is PartitionState.REPLICA,
-                )
-                answers = partition.repeated_batches.answers
-                undone_answers: list[bytes] = []
-                for rows in answers.rows_above(seq, STEP_ANSWERS):
-                    undone_answers.append(rows)
-                    await trio.lowlevel.checkpoint()
+                record = self._record_after(partition, seq, failover_log, ceiling)
+                undone_answers = await _answers_above(partition, seq)
                 if self._writer.is_deleted:
                     raise ServerError(Status.NO_BUCKET, "the bucket was deleted")
                 broken_leases = await disk.truncate(partition_id, record, undone_answers)
@@ -157,3 +145,31 @@ class ReplicaRollback:
             reason=reason,
         )
         return seq
+
+    def _record_after(
+        self, partition: Partition, seq: SeqNo, failover_log: FailoverLog, ceiling: SeqNo
+    ) -> PartitionRecord:
+        """What the disk has of a partition once everything above `seq` is undone. `roll_back` says
+        when the copy is incomplete."""
+        source_state = self._streams.source.partitions[partition.id]
+        return PartitionRecord(
+            PartitionState.REPLICA,
+            tuple(failover_log.pairs()),
+            seq,
+            partition.last_cas,
+            is_incomplete=(
+                partition.is_incomplete
+                or not ceiling
+                or ceiling > self._promotion_seq(partition.id)
+                or source_state is PartitionState.REPLICA
+            ),
+        )
+
+
+async def _answers_above(partition: Partition, seq: SeqNo) -> list[bytes]:
+    """The answers to publishers about changes above `seq`, as rows; collected in steps."""
+    rows_of_steps: list[bytes] = []
+    for rows in partition.repeated_batches.answers.rows_above(seq, STEP_ANSWERS):
+        rows_of_steps.append(rows)
+        await trio.lowlevel.checkpoint()
+    return rows_of_steps
