@@ -210,7 +210,7 @@ def test_a_server_that_was_away_while_nobody_published_is_published_to(fake: Thr
         kv.publish(PartitionId(0), chunk)
         fake.down = True
         fake.cut()
-        publisher = kv._publisher
+        publisher = kv._last_publisher._publisher
         assert publisher is not None
         in_thread = publisher._in_thread._require_publisher()
         fake.thread.run(

@@ -17,6 +17,7 @@ from upr_protocol.client.blocking.connection import BLOCKING_IDLE_INTERVAL_S, So
 from upr_protocol.client.blocking.connection_pool import BlockingConnectionPool
 from upr_protocol.client.blocking.consumer import BlockingConsumer
 from upr_protocol.client.blocking.dispatcher import BlockingDispatcher
+from upr_protocol.client.blocking.last_publisher import LastPublisher
 from upr_protocol.client.blocking.publisher import BlockingPublisher
 from upr_protocol.client.blocking.trio_thread import dial_in_thread
 from upr_protocol.client.core import calls
@@ -41,8 +42,7 @@ from upr_protocol.client.core.results import Failure, PartitionBatchResult, Writ
 from upr_protocol.client.core.resume_state import ResumeState
 from upr_protocol.client.core.retry import RETRY_TIMEOUT_S_DEFAULT, RetryState
 from upr_protocol.client.core.subscription import End
-from upr_protocol.client.core.writer_identity import WRITER_ID_BYTES, WriterIdentity
-from upr_protocol.client.fork_check import ForkCheck
+from upr_protocol.client.core.writer_identity import WriterIdentity
 from upr_protocol.client.options import CREDIT_TIMEOUT_S_DEFAULT, IDENTITY_DEFAULT, new_lease_id
 from upr_protocol.client.trio.publisher import publisher as trio_publisher
 from upr_protocol.errors import ServerError, Status, UprError
@@ -124,10 +124,7 @@ class BlockingClient(KeyOperations[WriteResult]):
         self._copies = copies
         self._draw = draw
         self._sleep = sleep
-        self._fork_check = ForkCheck()
-        self._writer = WriterIdentity(os.urandom(WRITER_ID_BYTES))
-        self._publisher: BlockingPublisher | None = None
-        self._publisher_key: tuple[WriterIdentity, int] | None = None
+        self._last_publisher = LastPublisher()
         self._connections = BlockingConnectionPool(self.address, self.options, draw)
         self._dispatcher = BlockingDispatcher(self._connections, timeout_s, credit_timeout_s, sleep)
 
@@ -141,7 +138,7 @@ class BlockingClient(KeyOperations[WriteResult]):
     def close(self) -> None:
         """Closes the connections; the client cannot be used any more. Closing again does
         nothing."""
-        self._close_publisher()
+        self._last_publisher.close()
         self._dispatcher.close()
 
     def connect(self) -> None:
@@ -434,37 +431,19 @@ class BlockingClient(KeyOperations[WriteResult]):
             buffer_bytes: How much may be unsent or unanswered before the next batch is taken.
         """
         self._dispatcher.check_open()
-        self._begin_anew_after_fork()
-        publisher = self._publisher_of(self._writer if writer is None else writer, buffer_bytes)
+        publisher = self._last_publisher.get(writer, buffer_bytes, self._new_publisher)
         try:
             publisher.publish_each(batches, on_answer)
         except BaseException:
             # It may hold batches that nobody waits for any more.
-            self._close_publisher()
+            self._last_publisher.close()
             raise
 
-    def _begin_anew_after_fork(self) -> None:
-        """In a forked process, has no writer and no publisher of its parent. With the same ID, the
-        server would take the batches of one process for those of the other, sent again."""
-        if self._fork_check.was_forked():
-            self._writer = WriterIdentity(os.urandom(WRITER_ID_BYTES))
-            self._publisher = None
-
-    def _publisher_of(self, writer: WriterIdentity, buffer_bytes: int) -> BlockingPublisher:
-        """The publisher that was used last, if it is of this writer and still works; otherwise a
-        new one."""
-        if (
-            self._publisher is not None
-            and self._publisher_key == (writer, buffer_bytes)
-            and not self._publisher.has_failed
-        ):
-            return self._publisher
-        self._close_publisher()
+    def _new_publisher(self, writer: WriterIdentity, buffer_bytes: int) -> BlockingPublisher:
         options = self.options
         # An address that never answered is more likely wrong than down.
         retry_s = self._retry_timeout_s if self._dispatcher.connections.was_connected else 0.0
-        self._publisher_key = (writer, buffer_bytes)
-        self._publisher = BlockingPublisher(
+        return BlockingPublisher(
             partial(
                 trio_publisher,
                 self.address,
@@ -485,12 +464,6 @@ class BlockingClient(KeyOperations[WriteResult]):
             buffer_bytes,
             RetryState(retry_s, self._draw),
         )
-        return self._publisher
-
-    def _close_publisher(self) -> None:
-        if self._publisher is not None:
-            publisher, self._publisher = self._publisher, None
-            publisher.close()
 
     def apply(
         self, mutations: Iterable[Mutation], *, writer: WriterIdentity | None = None
