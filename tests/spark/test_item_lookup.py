@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from importlib import import_module
 
 import pyarrow as pa
 import pytest
@@ -19,6 +18,7 @@ from upr_protocol.spark.item_lookup import (
     ItemLookup,
 )
 from upr_protocol.spark.read_options import ReadOptions
+from upr_protocol.spark.recipes import join_side
 
 
 class Items:
@@ -71,8 +71,7 @@ def test_so_many_items_come_together_as_memory_has_room_for(nbytes: int) -> None
 def test_the_items_of_a_join_come_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     """All those of a batch of Spark's, 10,000 rows, may be more than an Arrow array can hold."""
     source = Items(bytes(1_000_000))
-    join = import_module("upr_protocol.spark.recipes.join")  # which has a function of its name
-    monkeypatch.setattr(join, "BucketDriverClient", lambda _: source)
+    monkeypatch.setattr(join_side, "BucketDriverClient", lambda _: source)
     schema = StructType(
         [
             StructField("key", BinaryType()),
@@ -82,7 +81,7 @@ def test_the_items_of_a_join_come_in_parts(monkeypatch: pytest.MonkeyPatch) -> N
             StructField("expiry", LongType()),
         ]
     )
-    lookup = join._lookup(ReadOptions.parse({"url": "upr://h/b"}), schema)
+    lookup = join_side._lookup(ReadOptions.parse({"url": "upr://h/b"}), schema)
     batches = [pa.array(KEYS[:50]), pa.array(KEYS[50:60])]
     columns = [column.to_pylist() for column in lookup(iter(batches))]
     assert max(map(len, columns)) == FIRST_AT_ONCE

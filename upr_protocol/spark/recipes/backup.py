@@ -74,12 +74,7 @@ def backup(
         last_increment = increments[-1] if increments else None
         index = len(increments)
         bucket = SourceOptions({"url": url}).address().bucket
-        if last_increment is not None and last_increment.bucket != bucket:
-            raise PipelineError(
-                "UPR_FOLDER",
-                f"{folder} is a backup of the bucket {last_increment.bucket!r}, and not of "
-                f"{bucket!r}: take another folder",
-            )
+        _check_bucket(folder, last_increment, bucket)
 
         def starts_of(infos: Infos) -> Mapping[PartitionId, SeqNo]:
             return {} if last_increment is None else _starts(last_increment, infos)
@@ -96,6 +91,16 @@ def backup(
                 f"increment {index}: {manifest.rows} rows, {manifest.deletions} of them deletions"
             )
             return manifest
+
+
+def _check_bucket(folder: Path, last_increment: Manifest | None, bucket: str) -> None:
+    """Makes sure that a backup is of the bucket of this name, or has nothing yet."""
+    if last_increment is not None and last_increment.bucket != bucket:
+        raise PipelineError(
+            "UPR_FOLDER",
+            f"{folder} is a backup of the bucket {last_increment.bucket!r}, and not of "
+            f"{bucket!r}: take another folder",
+        )
 
 
 def _check_options(options: Mapping[str, str]) -> None:

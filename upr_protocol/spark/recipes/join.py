@@ -4,29 +4,18 @@ names."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from itertools import chain
+from contextlib import contextmanager
 from typing import Final
 
-import pyarrow as pa
 from pyspark.sql import Column, DataFrame, SparkSession
 from pyspark.sql import functions as F
-from pyspark.sql.pandas.functions import arrow_udf
-from pyspark.sql.pandas.types import to_arrow_schema
 from pyspark.sql.streaming.query import StreamingQuery
-from pyspark.sql.types import BooleanType, DataType, LongType, StructField, StructType
 
-from upr_protocol.client.options import new_lease_id
 from upr_protocol.limits import KEY_BYTES_MAX
-from upr_protocol.spark.driver_client import BucketDriverClient
 from upr_protocol.spark.errors import OptionError
-from upr_protocol.spark.item_lookup import ItemLookup
-from upr_protocol.spark.json_values import ValueParser
-from upr_protocol.spark.leased_source import LeasedDataSource, leased_options
-from upr_protocol.spark.options import connection_options
-from upr_protocol.spark.read_options import ReadOptions
+from upr_protocol.spark.leased_source import LeasedDataSource
 from upr_protocol.spark.recipes.failure import plain_errors
-from upr_protocol.spark.recipes.latest import latest
-from upr_protocol.spark.recipes.lookup_history import LookupHistory
+from upr_protocol.spark.recipes.join_side import JoinSide
 from upr_protocol.spark.recipes.reprocess import TEXT_SCHEMA
 from upr_protocol.spark.recipes.target import (
     check_bucket_of,
@@ -36,8 +25,6 @@ from upr_protocol.spark.recipes.target import (
     start_query,
     write_target,
 )
-from upr_protocol.spark.record_batches import column_as
-from upr_protocol.spark.schema import check_schema
 from upr_protocol.spark.source import UprDataSource
 
 INNER: Final = "inner"
@@ -116,8 +103,8 @@ def join(
     spark.dataSource.register(LeasedDataSource)
     stream_options = dict(options or {})
     with plain_errors():
-        left = _Side(spark, left_url, left_schema, stream_options)
-        right = _Side(spark, right_url, right_schema, stream_options)
+        left = JoinSide(spark, left_url, left_schema, stream_options)
+        right = JoinSide(spark, right_url, right_schema, stream_options)
         # A number names the key that is its text.
         partner_key = F.expr(on).cast(right.key_type)
         # So a wrong expression is an error before the query begins.
@@ -126,48 +113,87 @@ def join(
     changes = left.changes().withColumn("is_left", F.lit(True))
     changes = changes.union(right.changes().withColumn("is_left", F.lit(False)))
 
-    def write(batch: DataFrame, _batch_id: int) -> None:
-        changed = batch.select("is_left", "key").distinct().persist()
-        try:
-            while not write_once(changed):
-                pass
-        finally:
-            changed.unpersist()
-            left.release_items()
-
-    def write_once(changed: DataFrame) -> bool:
-        """Looks the items up and writes them; False when they have to be looked up again."""
-        left.history.begin_lookup()
-        right.history.begin_lookup()
-        keys = changed.where("is_left").select("key")
-        if not changed.where("NOT is_left").isEmpty():
-            renewed_keys = changed.where("NOT is_left").select(F.col("key").alias("renewed_key"))
-            naming_items = left.all_items().withColumn("renewed_key", partner_key)
-            naming_items = naming_items.join(renewed_keys, "renewed_key", "leftsemi")
-            keys = keys.union(naming_items.select("key")).distinct()
-        items = left.items(keys).persist()
-        try:
-            partners = items.where("is_there").select(partner_key.alias("key")).distinct()
-            partners = right.items(partners.where(_CAN_BE_KEY))
-            rows = _join_items(items, partners, partner_key).persist()
-            try:
-                rows.count()
-                # What was read may be in memory alone: nothing is written that a crash undoes.
-                if not (left.history.finish_lookup() and right.history.finish_lookup()):
-                    return False
-                write_target(_as_operations(rows, value, how), target_url, write_options)
-                return True
-            finally:
-                rows.unpersist()
-        finally:
-            items.unpersist()
+    def write(rows: DataFrame) -> None:
+        write_target(_as_operations(rows, value, how), target_url, write_options)
 
     with plain_errors():
         for url in (left_url, right_url):
             check_bucket_of(url, options)
         check_bucket_of(target_url, write_options)
-        writer = changes.writeStream.foreachBatch(write)
+        sink = _JoinSink(left, right, partner_key, write)
+        writer = changes.writeStream.foreachBatch(sink.write_batch)
         return start_query(writer, checkpoint, available_now=available_now, interval=interval)
+
+
+class _JoinSink:
+    """Writes the joined items that a batch of changed keys concerns.
+
+    Args:
+        left: The bucket whose items the target has.
+        right: The bucket whose items are added to them.
+        partner_key: Of an item of the left bucket, the key of its partner.
+        write: Writes joined items, as `_join_items` gives them.
+    """
+
+    def __init__(
+        self,
+        left: JoinSide,
+        right: JoinSide,
+        partner_key: Column,
+        write: Callable[[DataFrame], None],
+    ) -> None:
+        self._left = left
+        self._right = right
+        self._partner_key = partner_key
+        self._write = write
+
+    def write_batch(self, batch: DataFrame, _batch_id: int) -> None:
+        """Writes what concerns the keys of a batch, which has the columns `is_left` and `key`."""
+        changed = batch.select("is_left", "key").distinct()
+        with _persisted(changed):
+            try:
+                while not self._write_once(changed):
+                    pass
+            finally:
+                self._left.release_items()
+
+    def _write_once(self, changed: DataFrame) -> bool:
+        """Looks the items up and writes them; False when they have to be looked up again."""
+        left, right = self._left, self._right
+        left.history.begin_lookup()
+        right.history.begin_lookup()
+        items = left.items(self._keys_to_write(changed))
+        with _persisted(items):
+            partners = items.where("is_there").select(self._partner_key.alias("key")).distinct()
+            partners = right.items(partners.where(_CAN_BE_KEY))
+            rows = _join_items(items, partners, self._partner_key)
+            with _persisted(rows):
+                rows.count()
+                # What was read may be in memory alone: nothing is written that a crash undoes.
+                if not (left.history.finish_lookup() and right.history.finish_lookup()):
+                    return False
+                self._write(rows)
+                return True
+
+    def _keys_to_write(self, changed: DataFrame) -> DataFrame:
+        """The keys of the left items that have changed, or name a right item that has."""
+        keys = changed.where("is_left").select("key")
+        if changed.where("NOT is_left").isEmpty():
+            return keys
+        renewed_keys = changed.where("NOT is_left").select(F.col("key").alias("renewed_key"))
+        naming_items = self._left.all_items().withColumn("renewed_key", self._partner_key)
+        naming_items = naming_items.join(renewed_keys, "renewed_key", "leftsemi")
+        return keys.union(naming_items.select("key")).distinct()
+
+
+@contextmanager
+def _persisted(rows: DataFrame) -> Iterator[None]:
+    """Has Spark keep `rows` once they are computed, for as long as the context."""
+    rows.persist()
+    try:
+        yield
+    finally:
+        rows.unpersist()
 
 
 def _check_stream_options(options: Mapping[str, str]) -> None:
@@ -205,121 +231,3 @@ def _as_operations(rows: DataFrame, value: str, how: str) -> DataFrame:
         "flags",
         "expiry",
     )
-
-
-class _Side:
-    """One of the two buckets: its stream, and its items.
-
-    Args:
-        spark: The session.
-        url: The bucket.
-        schema: How key and value are read.
-        options: More options of its stream.
-
-    Attributes:
-        history: Whether it still has what was looked up.
-    """
-
-    def __init__(
-        self, spark: SparkSession, url: str, schema: str, options: Mapping[str, str]
-    ) -> None:
-        self._spark = spark
-        self._schema = schema
-        self._options = {**options, "url": url}
-        self._connection = connection_options(self._options)
-        self._lease_ids: list[int] = []
-        """Leases of the reads of all items that are not released."""
-        self._read_options = ReadOptions.parse(self._options, streaming=True)
-        names = StructType.fromDDL(schema)
-        assert isinstance(names, StructType)
-        check_schema(names)
-        if set(names.fieldNames()) != {"key", "value"}:
-            raise OptionError(f"the schema is {schema!r}, and has to have key and value")
-        self._items = StructType(
-            [
-                StructField("key", names["key"].dataType),
-                StructField("value", names["value"].dataType),
-                StructField("is_there", BooleanType()),
-                StructField("flags", LongType()),
-                StructField("expiry", LongType()),
-            ]
-        )
-        read_options = self._read_options
-        self.history = LookupHistory(read_options.address, lambda: BucketDriverClient(read_options))
-
-    @property
-    def key_type(self) -> DataType:
-        """How keys are read."""
-        return self._items["key"].dataType
-
-    def empty(self) -> DataFrame:
-        """No items, with their columns."""
-        return self._spark.createDataFrame([], self._items)
-
-    def changes(self) -> DataFrame:
-        """A stream of the keys that change."""
-        reader = self._spark.readStream.format("upr").options(**self._options)
-        return reader.schema(f"key {self.key_type.simpleString()}").load()
-
-    def all_items(self) -> DataFrame:
-        """All items that the bucket holds. They are on the server until `release_items`."""
-        lease_id = new_lease_id()
-        self._lease_ids.append(lease_id)
-        options = leased_options(self._connection, lease_id, acquires_lease=True)
-        reader = self._spark.read.format(LeasedDataSource.name()).options(**options)
-        reader = reader.option("deduplicate", "true")
-        return latest(reader.schema(f"{self._schema}, seq LONG, deleted BOOLEAN").load())
-
-    def release_items(self) -> None:
-        """What `all_items` gave is not read any more. Otherwise each batch would leave a lease,
-        which holds up compaction, and the server allows a limited number."""
-        driver = BucketDriverClient(self._read_options)
-        try:
-            while self._lease_ids:
-                driver.release_lease(self._lease_ids.pop())
-        finally:
-            driver.close()
-
-    def items(self, keys: DataFrame) -> DataFrame:
-        """The items at keys, as they are now; `is_there` says which there are."""
-        fields = StructType([field for field in self._items if field.name != "key"])
-        lookup = _lookup(self._read_options, self._items)
-        item_of = arrow_udf(lookup, fields)  # type: ignore[call-overload]
-        # Otherwise Spark may look up again for each column.
-        item_of = item_of.asNondeterministic()
-        return keys.select("key", item_of("key").alias("item")).select("key", "item.*")
-
-
-def _lookup(
-    options: ReadOptions, schema: StructType
-) -> Callable[[Iterator[pa.Array]], Iterator[pa.Array]]:
-    """What a task does: reads the items at its keys, as structs of the columns of `schema` without
-    the key."""
-
-    def lookup(columns: Iterator[pa.Array]) -> Iterator[pa.Array]:
-        kinds = to_arrow_schema(schema, timezone="UTC")
-        value_type = kinds.field("value").type
-        parser = ValueParser(schema["value"].dataType) if pa.types.is_struct(value_type) else None
-        client = BucketDriverClient(options)
-        item_lookup = ItemLookup(client)
-        try:
-            # Spark counts the rows of all arrays, and not of each.
-            for items in chain.from_iterable(
-                item_lookup.parts(keys.to_pylist()) for keys in columns
-            ):
-                values = pa.array([item and item.value for item in items], pa.binary())
-                if parser is None:
-                    values = column_as("value", values, value_type)
-                else:
-                    values = parser.parse(values, value_type)
-                fields = {
-                    "value": values,
-                    "is_there": pa.array([item is not None for item in items], pa.bool_()),
-                    "flags": pa.array([item.flags if item else 0 for item in items], pa.int64()),
-                    "expiry": pa.array([item.expiry if item else 0 for item in items], pa.int64()),
-                }
-                yield pa.StructArray.from_arrays(list(fields.values()), list(fields))
-        finally:
-            client.close()
-
-    return lookup

@@ -82,19 +82,7 @@ def reprocess(
     )
 
     def write(batch: DataFrame, _batch_id: int) -> None:
-        # Several tasks may read one partition, and they write in no order: one row a key.
-        newest = batch.groupBy("key").agg(
-            F.max_by(F.struct("value", "deleted", "flags", "expiry"), "seq").alias("newest")
-        )
-        has_row = ~F.col("deleted") & F.coalesce(F.expr(where), F.lit(False))
-        rows = newest.select("key", "newest.*").select(
-            F.expr(key).alias("key"),
-            F.when(has_row, F.expr(value)).alias("value"),
-            "flags",
-            "expiry",
-            F.when(has_row, "upsert").otherwise("delete").alias("op"),
-        )
-        write_target(rows, target_url, write_options)
+        write_target(_as_operations(batch, key, value, where), target_url, write_options)
 
     with plain_errors():
         # So a wrong expression is an error before the query begins; and so is an expression of a
@@ -105,3 +93,19 @@ def reprocess(
         check_bucket_of(target_url, write_options)
         writer = changes.writeStream.foreachBatch(write)
         return start_query(writer, checkpoint, available_now=available_now, interval=interval)
+
+
+def _as_operations(changes: DataFrame, key: str, value: str, where: str) -> DataFrame:
+    """What the target is to take in of a batch of changes: an operation for each key."""
+    # Several tasks may read one partition, and they write in no order: one row a key.
+    newest = changes.groupBy("key").agg(
+        F.max_by(F.struct("value", "deleted", "flags", "expiry"), "seq").alias("newest")
+    )
+    has_row = ~F.col("deleted") & F.coalesce(F.expr(where), F.lit(False))
+    return newest.select("key", "newest.*").select(
+        F.expr(key).alias("key"),
+        F.when(has_row, F.expr(value)).alias("value"),
+        "flags",
+        "expiry",
+        F.when(has_row, "upsert").otherwise("delete").alias("op"),
+    )
