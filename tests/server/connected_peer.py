@@ -107,18 +107,25 @@ class Peer:
         position: Position = NOTHING_YET,
         end_seq: SeqNo = SEQ_MAX,
         *,
+        partition: PartitionId = P0,
         with_answers: bool = False,
     ) -> StreamReply:
+        """Asks for a stream of a partition, by default from its beginning and without an end."""
         request = Stream(
             PartitionState.ACTIVE,
             position,
             end_seq,
             with_answers=with_answers,
-            partition=P0,
+            partition=partition,
             opaque=self.opaque(),
         )
         await self.send(request)
         return await self.receive(StreamReply)
+
+    async def ask_for_all(self, partition_count: int) -> None:
+        """Asks for the streams of all partitions, one after the other."""
+        for partition in range(partition_count):
+            await self.ask(partition=PartitionId(partition))
 
 
 def sets(*keys: bytes, value: bytes = b"v") -> Chunk:

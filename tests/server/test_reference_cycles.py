@@ -76,15 +76,7 @@ async def converse(peer: Peer) -> None:
     await peer.mutate(sets(KEY))
     await peer.send(Get((KEY,), partition=PartitionId(0), opaque=peer.opaque()))
     await peer.receive(GetReply)
-    for partition in range(PARTITIONS):
-        request = Stream(
-            PartitionState.ACTIVE,
-            NOTHING_YET,
-            partition=PartitionId(partition),
-            opaque=peer.opaque(),
-        )
-        await peer.send(request)
-        await peer.receive(StreamReply)
+    await peer.ask_for_all(PARTITIONS)
     await peer.send(Go(), Barrier(b"all of it"))
     await peer.receive(BarrierReply)
 

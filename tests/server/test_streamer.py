@@ -21,7 +21,6 @@ from upr_protocol.errors import Status
 from upr_protocol.failover import NOTHING_YET, FailoverLog, PartialSnapshot, Position
 from upr_protocol.ids import (
     HistoryId,
-    PartitionId,
     PartitionState,
     SeqNo,
 )
@@ -48,7 +47,6 @@ from upr_protocol.wire import (
     Refusal,
     Stream,
     StreamEnd,
-    StreamReply,
 )
 from upr_server.engine import WriterToken
 from upr_server.engine.mutate_result import unpack_result
@@ -500,15 +498,7 @@ async def test_the_streams_of_many_partitions_end_in_steps() -> None:
     async with connected(server) as peer:
         await server.catalog.create_bucket("wide", partition_count, 8 * 1024 * 1024)
         await peer.open("wide")
-        for partition in range(partition_count):
-            request = Stream(
-                PartitionState.ACTIVE,
-                NOTHING_YET,
-                partition=PartitionId(partition),
-                opaque=peer.opaque(),
-            )
-            await peer.send(request)
-            await peer.receive(StreamReply)
+        await peer.ask_for_all(partition_count)
         (connection,) = server.connections.connections
         for steps in (connection.shut_down(), connection.context.leave_bucket()):
             count_before = len(connection.session.streams)

@@ -187,15 +187,7 @@ async def test_the_streams_of_a_consumer_that_disconnects_are_closed_in_several_
         partitions = server.catalog.bucket("wide").partitions
         async with connected(server) as peer:
             await peer.open("wide")
-            for number in range(count):
-                await peer.send(
-                    Stream(
-                        PartitionState.ACTIVE,
-                        NOTHING_YET,
-                        partition=PartitionId(number),
-                        opaque=peer.opaque(),
-                    )
-                )
+            await peer.ask_for_all(count)
             await peer.send(Go())
             await peer.receive(CycleEnd)
             (*_, connection) = server.connections.connections
