@@ -75,6 +75,8 @@ def test_an_object_that_fits() -> None:
         b'{"a b":1.5}',
         b'{"s":5}',
         b'{"t":"yesterday"}',
+        b'{"t":"0001-01-01T00:00:00+01:00"}',
+        b'{"t":"9999-12-31T23:59:59.999999-05:00"}',
         b'{"n":{"x":1}}',
         b'{"a b":1',
         b'{"a b":1}{}',
@@ -88,6 +90,24 @@ def test_a_value_that_does_not_fit_is_null(value: bytes | None) -> None:
     structs = ValueParser(KIND).parse(values, to_arrow_type(KIND, timezone="UTC"))
     assert structs.to_pylist() == [None, {**NOTHING, "s": "next"}]
     assert unparsed_values(values, structs).to_pylist() == [value, None]
+
+
+def test_a_time_whose_year_in_utc_is_no_year_does_not_fit_anywhere() -> None:
+    """Spark takes it, and whoever collects the rows gets an error of Python's."""
+    times = types.ArrayType(types.TimestampType())
+    kind = types.StructType([types.StructField("n", types.ArrayType(structs_with(times)))])
+    first, last = "0001-01-01T00:00:00", "9999-12-31T23:59:59.999999"
+    texts = [f"{first}Z", f"{last}Z", f"{first}-01:00", f"{last}+01:00"]
+    bad_texts = [f"{first}+00:01", f"{last}-00:01"]
+    values = [json.dumps({"n": [{"x": [None, text]}, {}]}) for text in (*texts, *bad_texts)]
+    arrow_kind = to_arrow_type(kind, timezone="UTC")
+    structs = ValueParser(kind).parse(pa.array(values, pa.binary()), arrow_kind).to_pylist()
+    assert [struct["n"][0]["x"][1].year for struct in structs[:4]] == [1, 9999, 1, 9999]
+    assert structs[4:] == [None, None]
+
+
+def structs_with(kind: types.DataType) -> types.StructType:
+    return types.StructType([types.StructField("x", kind)])
 
 
 def test_types_that_values_are_parsed_into() -> None:

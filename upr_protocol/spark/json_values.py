@@ -25,6 +25,12 @@ _FLOAT_END: Final = 2.0**128 - 2.0**103
 """Halfway from the largest FLOAT to the next one, which is none: Arrow makes the largest of what is
 less, as of its own shortest text, 3.4028235E38, and an infinity of the rest."""
 
+_DAY_US: Final = 24 * 60 * 60 * 1_000_000
+_EPOCH_DAY: Final = dt.date(1970, 1, 1).toordinal()
+_FIRST_US: Final = (dt.date.min.toordinal() - _EPOCH_DAY) * _DAY_US
+_LAST_US: Final = (dt.date.max.toordinal() - _EPOCH_DAY + 1) * _DAY_US - 1
+"""The first and the last microsecond since 1970 that a `datetime` can be."""
+
 _PYTHON_TYPES: Final[dict[type[DataType], Any]] = {
     types.StringType: str,
     types.BooleanType: bool,
@@ -81,7 +87,12 @@ class ValueParser:
             values: A column of bytes.
             kind: The struct, as Arrow has it.
         """
-        return pa.array([self._one(value) for value in values.to_pylist()], kind)
+        rows = [self._one(value) for value in values.to_pylist()]
+        structs = pa.array(rows, kind)
+        if _has_foreign_year(structs):
+            rows = [None if _has_foreign_year(pa.array([row], kind)) else row for row in rows]
+            structs = pa.array(rows, kind)
+        return structs
 
     def _one(self, value: bytes | None) -> Any:
         if value is None:
@@ -109,6 +120,20 @@ def _with_floats(value: Any, kind: DataType) -> Any:
         return [_with_floats(item, kind.elementType) for item in value]
     is_word = isinstance(kind, (types.FloatType, types.DoubleType)) and isinstance(value, str)
     return float(value) if is_word else value
+
+
+def _has_foreign_year(column: pa.Array) -> bool:
+    """Whether a column, or one that it is made of, has a timestamp that no `datetime` in UTC can
+    be: its year is 0 or 10000 there. Whoever collects it would get an error instead of the rows."""
+    if pa.types.is_timestamp(column.type):
+        bounds = pc.min_max(column.view(pa.int64()))
+        least, most = bounds["min"].as_py(), bounds["max"].as_py()
+        return least is not None and not _FIRST_US <= least <= most <= _LAST_US
+    if pa.types.is_struct(column.type):
+        return any(
+            _has_foreign_year(column.field(index)) for index in range(column.type.num_fields)
+        )
+    return pa.types.is_list(column.type) and _has_foreign_year(column.values)
 
 
 def parser_of(schema: types.StructType) -> ValueParser | None:
