@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import math
 import os
+import pickle
 import random
 import signal
 import socket
@@ -13,7 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from copy import deepcopy
+from copy import copy, deepcopy
 from functools import partial
 from pathlib import Path
 from types import FrameType
@@ -922,6 +923,13 @@ def test_ctrl_c_while_it_writes_makes_no_change_twice(
 
 def client_threads() -> int:
     return sum(thread.name == "upr-client" for thread in threading.enumerate())
+
+
+@pytest.mark.parametrize("copied", [copy, deepcopy, pickle.dumps])
+def test_a_client_is_not_copied(copied: Callable[[BlockingClient], object]) -> None:
+    """Batches of a copy would count as those of the other, sent again, and be lost."""
+    with pytest.raises(TypeError, match="make one in each process and thread"):
+        copied(BlockingClient(URL))
 
 
 def test_requests_start_no_thread(fake: ThreadedFake) -> None:

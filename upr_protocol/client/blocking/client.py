@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from datetime import datetime
 from functools import partial
-from typing import Any, Final, Literal, Self, TypeVar, Unpack
+from typing import Any, Final, Literal, NoReturn, Self, TypeVar, Unpack
 
 from upr_protocol.address import Address
 from upr_protocol.chunk import Chunk, Mutation
@@ -71,7 +71,8 @@ class BlockingClient(KeyOperations[WriteResult]):
     server cannot be reached for too long.
 
     A forked process may use the client of its parent: it makes connections of its own, and
-    publishes as a writer of its own.
+    publishes as a writer of its own. In all other cases, each process makes its client: to copy or
+    pickle one raises `TypeError`.
 
     Once its bucket is deleted, requests raise `ServerError` with `NO_BUCKET` for as long as the
     connection lasts, though a bucket of the same name is created later: make a new client then.
@@ -127,6 +128,11 @@ class BlockingClient(KeyOperations[WriteResult]):
         self._last_publisher = LastPublisher()
         self._connections = BlockingConnectionPool(self.address, self.options, draw)
         self._dispatcher = BlockingDispatcher(self._connections, timeout_s, credit_timeout_s, sleep)
+
+    def __reduce__(self) -> NoReturn:
+        # A copy would have the same writer ID, and count its batches from the same number on: the
+        # server would take them for those of the other, sent again.
+        raise TypeError("a client cannot be copied or pickled: make one in each process and thread")
 
     def __enter__(self) -> Self:
         self._dispatcher.connect()
