@@ -932,6 +932,17 @@ def test_a_client_is_not_copied(copied: Callable[[BlockingClient], object]) -> N
         copied(BlockingClient(URL))
 
 
+def test_a_delta_that_does_not_fit_is_refused(fake: ThreadedFake) -> None:
+    wrong_numbers: list[Any] = [-1, 2**64, 1.5, None]
+    with client(fake) as kv:
+        for delta in wrong_numbers:
+            with pytest.raises(ServerError, match="whole numbers from 0") as caught:
+                kv.increment("n", delta)
+            assert caught.value.status is Status.BAD_ARGUMENT
+        with pytest.raises(ServerError, match="whole numbers from 0"):
+            kv.decrement("n", 1, initial=-1)
+
+
 def test_requests_start_no_thread(fake: ThreadedFake) -> None:
     with client(fake) as kv:
         kv.set("k", "v")

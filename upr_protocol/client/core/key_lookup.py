@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from struct import error as StructError
 from typing import Final, Self
 
 import msgspec
@@ -60,10 +61,20 @@ def counter_delta(operation: Operation, delta: int, initial: int | None, create:
 
     With `initial` None a missing counter is taken for 0 before the change: it then holds the delta,
     or 0 after a decrement.
+
+    Raises:
+        ServerError: `BAD_ARGUMENT`: a number does not fit.
     """
     if initial is None:
         initial = delta if operation is Operation.INCREMENT else 0
-    return CounterDelta(delta, initial, create).encode()
+    try:
+        return CounterDelta(delta, initial, create).encode()
+    except StructError as error:
+        raise ServerError(
+            Status.BAD_ARGUMENT,
+            "the delta and the initial value of a counter are whole numbers from 0 to 2**64 - 1, "
+            f"not {delta!r} and {initial!r}",
+        ) from error
 
 
 class RefusedKeysError(ServerError):
