@@ -326,6 +326,19 @@ async def run(
 
 
 @contextmanager
+def no_descriptors() -> Iterator[None]:
+    """This process gets no more descriptors meanwhile."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    free_descriptor = os.open(os.devnull, os.O_RDONLY)
+    os.close(free_descriptor)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (free_descriptor, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+@contextmanager
 def many_descriptors() -> Iterator[int]:
     """Lets this process and those it starts have as many descriptors as the system allows it; gives
     their number."""

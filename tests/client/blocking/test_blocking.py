@@ -25,7 +25,7 @@ import trio
 
 from tests.kit.forked import in_forked_process
 from tests.kit.mirror import Mirror
-from tests.kit.process import eventually
+from tests.kit.process import eventually, no_descriptors
 from tests.kit.threaded import ThreadedFake, trio_thread
 from upr_protocol.chunk import Buffer, Chunk, CounterDelta, Mutation, chunk_of_plain_sets
 from upr_protocol.client import (
@@ -919,6 +919,14 @@ def test_ctrl_c_while_it_writes_makes_no_change_twice(
 
 
 # The threads.
+
+
+def test_a_consumer_goes_on_when_there_are_descriptors_again(fake: ThreadedFake) -> None:
+    fill(fake, 10)
+    with consumer(fake) as following:
+        with no_descriptors(), pytest.raises(OSError, match="Too many open files"):
+            next(following)
+        assert next(following) is not None
 
 
 def client_threads() -> int:

@@ -14,6 +14,7 @@ from collections.abc import Iterator
 import pytest
 import trio
 
+from tests.kit.process import no_descriptors
 from upr_protocol.client.blocking.trio_thread import TrioThread, _Call, _Runner, _stop
 from upr_protocol.errors import ClosedError
 
@@ -188,6 +189,13 @@ thread.run_soon(thread.nursery.start_soon, task)
         [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True
     )
     assert (result.stdout, result.stderr) == ("cancelled\n", "")
+
+
+def test_a_thread_that_cannot_start_says_why() -> None:
+    before = client_threads()
+    with no_descriptors(), pytest.raises(OSError, match="Too many open files"):
+        TrioThread()
+    assert client_threads() == before
 
 
 def test_a_thread_that_is_stopped_before_it_runs_ends_at_once() -> None:

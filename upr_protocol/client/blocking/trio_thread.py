@@ -143,6 +143,9 @@ class TrioThread:
     this any more, or when the interpreter exits.
 
     A child process does not inherit it: after a fork, calls in the child raise `ClosedError`.
+
+    Raises:
+        OSError: Trio cannot start: perhaps too many files are open.
     """
 
     def __init__(self) -> None:
@@ -153,6 +156,8 @@ class TrioThread:
         self._finalizer = weakref.finalize(self, _stop, self._runner, thread, self._process_id)
         thread.start()
         self._runner.ready.wait()
+        if self._runner.token is None:
+            raise self._runner.end_error()
 
     @property
     def nursery(self) -> trio.Nursery:
