@@ -12,6 +12,7 @@ import socket
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from copy import copy, deepcopy
@@ -161,6 +162,30 @@ def test_a_blocking_client_reconnects(fake: ThreadedFake, monkeypatch: pytest.Mo
     assert fake.dialled == 2
     with pytest.raises(ClosedError):
         kv.get("k")
+
+
+class Value:
+    """What a program has in a local name."""
+
+
+def test_a_failure_keeps_nothing_of_the_program_that_caught_it(
+    fake: ThreadedFake, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(blocking_connection, "_UNREAD_S", math.inf)
+
+    def ask() -> weakref.ref[Value]:
+        value = Value()
+        with suppress(BrokenError):
+            kv.get("k")
+        return weakref.ref(value)
+
+    with client(fake) as kv:
+        kv.set("k", "v")
+        fake.cut()
+        reference = ask()
+        gc.collect()
+        assert reference() is None
+        assert fake.dialled == 1
 
 
 def test_a_connection_that_ended_between_two_requests_is_made_again(

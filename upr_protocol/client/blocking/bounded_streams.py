@@ -26,6 +26,7 @@ from upr_protocol.client.core.subscription import (
     SubscriptionState,
 )
 from upr_protocol.client.options import IDENTITY_DEFAULT
+from upr_protocol.concurrency import without_traceback
 from upr_protocol.errors import ServerError, Status, UprError
 from upr_protocol.ids import PartitionId
 from upr_protocol.limits import IDLE_INTERVAL_S_DEFAULT
@@ -104,7 +105,7 @@ class BoundedStreams:
                 assert message is not None, "there is no deadline"
                 if connection.failure is not None:
                     # Nothing can be answered any more. The next connection reads this again.
-                    raise connection.failure
+                    raise without_traceback(connection.failure)
                 for delivery in follower.receive(message):
                     event = delivery.event
                     assert not isinstance(event, RollbackRequest), "nobody here undoes a rollback"

@@ -19,6 +19,7 @@ from upr_protocol.client.core.log_in import ClientLogIn
 from upr_protocol.client.core.results import status_of
 from upr_protocol.client.credentials import resolve_credentials
 from upr_protocol.client.options import DriverOptions, new_nonce
+from upr_protocol.concurrency import without_traceback
 from upr_protocol.errors import (
     BrokenError,
     ClosedError,
@@ -157,7 +158,7 @@ class BlockingConnection:
         """Writes and reads what is possible now. Waits for either until the deadline, which may be
         in the past."""
         if self.failure is not None:
-            raise self.failure
+            raise without_traceback(self.failure)
         self._is_waiting = False
         # A caller is back. Without a caller nothing was read: for the idle timeout, only silence
         # during a read counts.
@@ -295,7 +296,8 @@ class BlockingConnection:
 
     def _end(self, error: UprError) -> None:
         if self.failure is None:
-            self.failure = error
+            # The error itself would keep the frames of whoever catches it, with all their values.
+            self.failure = without_traceback(error)
             self.socket.close()
 
     def _fail(self, error: UprError) -> None:

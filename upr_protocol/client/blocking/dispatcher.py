@@ -19,6 +19,7 @@ from upr_protocol.client.core.calls import (
 )
 from upr_protocol.client.core.results import is_wrong_node, status_of
 from upr_protocol.client.core.retry import WRONG_NODE
+from upr_protocol.concurrency import without_traceback
 from upr_protocol.errors import BrokenError, ClosedError, ServerError, UprError
 from upr_protocol.ids import PartitionId
 from upr_protocol.wire import Message, Mutate, MutateReply, PartitionLog, Refusal
@@ -175,7 +176,7 @@ class BlockingDispatcher:
                 )
             if connection.failure is not None:
                 # The credit came just before the end.
-                raise connection.failure
+                raise without_traceback(connection.failure)
 
     # Requests about several partitions.
 
