@@ -14,7 +14,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from copy import copy, deepcopy
 from functools import partial
 from pathlib import Path
@@ -61,6 +61,7 @@ from upr_protocol.errors import (
     RemoteProtocolError,
     ServerError,
     Status,
+    UprError,
 )
 from upr_protocol.ids import Durability, Operation, PartitionId, SeqNo
 from upr_protocol.limits import WINDOW_BYTES_MIN
@@ -944,6 +945,57 @@ def test_ctrl_c_while_it_writes_makes_no_change_twice(
 
 
 # The threads.
+
+
+@contextmanager
+def request_of_another_thread(fake: ThreadedFake, kv: BlockingClient) -> Iterator[list[object]]:
+    """Another thread waits for an answer meanwhile, which is held; the list has what came of it in
+    the end."""
+    outcomes: list[object] = []
+
+    def ask() -> None:
+        try:
+            outcomes.append(kv.stats())
+        except UprError as error:
+            outcomes.append(error)
+
+    async def wait_for_request() -> None:
+        await eventually(
+            lambda: any(connection.counts[Stats] for connection in fake.server.connections),
+            "the request arrives",
+        )
+
+    fake.server.held = {Stats}
+    thread = threading.Thread(target=ask)
+    thread.start()
+    fake.thread.run(wait_for_request)
+    try:
+        yield outcomes
+    finally:
+        thread.join(ARRIVAL_TIMEOUT_S)
+
+
+def test_a_request_while_another_thread_waits_is_refused(
+    fake: ThreadedFake, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(blocking_connection, "_UNREAD_S", -math.inf)
+    with client(fake) as kv:
+        with request_of_another_thread(fake, kv) as outcomes:
+            with pytest.raises(LocalProtocolError, match="make a client for each thread"):
+                kv.set("k", "v")
+            fake.thread.call(fake.server.release)
+        assert isinstance(outcomes[0], dict)
+        assert kv.get("k") is None
+    assert fake.dialled == 1
+
+
+def test_a_request_that_waits_ends_when_another_thread_closes_the_client(
+    fake: ThreadedFake,
+) -> None:
+    kv = client(fake)
+    with request_of_another_thread(fake, kv) as outcomes:
+        kv.close()
+    assert [type(outcome) for outcome in outcomes] == [ClosedError]
 
 
 def test_a_consumer_goes_on_when_there_are_descriptors_again(fake: ThreadedFake) -> None:

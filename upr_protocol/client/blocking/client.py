@@ -60,7 +60,12 @@ REQUEST_TIMEOUT_S_DEFAULT: Final = 60.0
 
 
 class BlockingClient(KeyOperations[WriteResult]):
-    """`Client` and `Publisher` for programs that block; not to be shared between threads.
+    """`Client` and `Publisher` for programs that block.
+
+    Threads must not share one: make a client for each. A request while another thread waits for the
+    answer to one raises `LocalProtocolError`, and nothing is sent; so does one in the handler of a
+    signal that comes meanwhile. Only `close` may be called in any thread: a call that waits for an
+    answer then raises `ClosedError`.
 
     It connects when it is first used, and again after the connection was lost. A request during
     which it is lost raises `BrokenError`, and may have been carried out or not. `publish`,

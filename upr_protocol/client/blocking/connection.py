@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import select
+import socket
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -23,8 +24,10 @@ from upr_protocol.concurrency import without_traceback
 from upr_protocol.errors import (
     BrokenError,
     ClosedError,
+    LocalProtocolError,
     RemoteProtocolError,
     ServerError,
+    Status,
     TlsError,
     UprError,
 )
@@ -68,7 +71,12 @@ class BlockingConnection:
 
     No task runs in the background: `receive` writes what is queued, reads what has arrived and
     keeps the connection alive. While nobody calls it, nobody reads. Once it is over, `failure` says
-    why. `address` is that of the node.
+    why. `address` is that of the node. Another thread may call `close`; then a call that waits
+    raises `ClosedError`.
+
+    Attributes:
+        is_in_use: Whether a call waits for answers: it would miss those that another one reads. To
+            be set by the caller without a function, which Ctrl-C could interrupt.
     """
 
     def __init__(self, address: Address, options: SocketOptions) -> None:
@@ -91,6 +99,7 @@ class BlockingConnection:
         """How long callers have read since the last bytes arrived."""
         self._inbox: deque[Message] = deque()
         self.failure: UprError | None = None
+        self.is_in_use = False
         self.session = options.session(self._clock())
         binding = None if self._tls is None else self._tls.link.channel_binding
         log_in = ClientLogIn(credentials, new_nonce(), binding)
@@ -127,7 +136,8 @@ class BlockingConnection:
     def is_over(self) -> bool:
         """Whether the connection is over, as far as can be told now. A request that is sent over
         one that the server has ended would be in doubt, though it was not carried out."""
-        if self.failure is None and self._clock() >= self._stepped_at + _UNREAD_S:
+        is_unread = self._clock() >= self._stepped_at + _UNREAD_S
+        if self.failure is None and is_unread and not self.is_in_use:
             poll = select.poll()
             poll.register(self.socket, select.POLLIN)
             with suppress(UprError):  # `failure` has it
@@ -202,6 +212,8 @@ class BlockingConnection:
         ready = dict(poll.poll(max(0.0, until - now) * 1000)).get(self.socket.fileno(), 0)
         polled_at = self._clock()
         self._is_waiting = False
+        if self.failure is not None:
+            raise without_traceback(self.failure)  # another thread has closed the connection
         # An error and the peer's end count as readable: reading tells which it is.
         if ready & ~select.POLLOUT:
             self._silent_s = 0.0
@@ -301,8 +313,29 @@ class BlockingConnection:
             self.socket.close()
 
     def _fail(self, error: UprError) -> None:
+        if self.failure is not None:
+            raise without_traceback(self.failure) from error
         self._end(error)
         raise error
+
+    def check_not_in_use(self) -> None:
+        """Call it before `is_in_use` is set.
+
+        Raises:
+            LocalProtocolError: Another call waits for answers.
+        """
+        if self.is_in_use:
+            raise LocalProtocolError(
+                "the client waits for the answer to another request, of another thread or of what "
+                "a signal has interrupted: make a client for each thread",
+                Status.BAD_ARGUMENT,
+            )
+
+    def finish_close(self) -> None:
+        """Closes the socket if the connection was ended while it was in use. Call it when
+        `is_in_use` is no longer set."""
+        if self.failure is not None:
+            self.socket.close()
 
     def abandon(self) -> None:
         """Closes the socket here, and sends nothing: another process goes on with it."""
@@ -313,7 +346,19 @@ class BlockingConnection:
         nothing."""
         if self.failure is not None:
             return
-        deadline = self._clock() + _CLOSE_TIMEOUT_S
+        self.failure = ClosedError("the connection was closed here")
+        if self.is_in_use:
+            # Another thread reads and writes. It learns of the end, and closes the socket: here,
+            # its number could become that of another file, which the thread would read.
+            with suppress(OSError):
+                self.socket.shutdown(socket.SHUT_RDWR)
+            return
+        try:
+            self._send_close(self._clock() + _CLOSE_TIMEOUT_S)
+        finally:
+            self.socket.close()
+
+    def _send_close(self, deadline: float) -> None:
         with suppress(OSError, UprError):
             if self.session.state is not SessionState.CLOSED:
                 self.session.send(Close())
@@ -327,5 +372,3 @@ class BlockingConnection:
                 poll.poll(left_s * 1000)
         if self._tls is not None:
             self._tls.send_close_notify()
-        with suppress(ClosedError):
-            self._fail(ClosedError("the connection was closed here"))

@@ -42,7 +42,8 @@ class BlockingConnectionPool:
     def close(self) -> None:
         """Closes all connections."""
         self._leave_to_parent()
-        for connection in self._connections.values():
+        # Another thread may be in the middle of a call, and connect to a node meanwhile.
+        for connection in list(self._connections.values()):
             connection.close()
         self._connections.clear()
 

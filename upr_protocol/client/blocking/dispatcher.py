@@ -145,7 +145,22 @@ class BlockingDispatcher:
     def _exchange(
         self, connection: BlockingConnection, requests: Sequence[Call[T]], deadline: float
     ) -> list[Message]:
-        """Sends requests on one connection and receives their answers."""
+        """Sends requests on one connection and receives their answers.
+
+        Raises:
+            LocalProtocolError: Another call waits for answers on it; nothing was sent.
+        """
+        connection.check_not_in_use()
+        connection.is_in_use = True
+        try:
+            return self._exchange_alone(connection, requests, deadline)
+        finally:
+            connection.is_in_use = False
+            connection.finish_close()
+
+    def _exchange_alone(
+        self, connection: BlockingConnection, requests: Sequence[Call[T]], deadline: float
+    ) -> list[Message]:
         began_at = time.monotonic()
         replies: dict[int, Message | None] = {}
         for call in requests:
