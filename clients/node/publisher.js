@@ -8,12 +8,13 @@ const { Connection, Refused } = require('./connection.js')
 const AGAIN = new Set([1, 2, 9, 19]) // NOT_MY_PARTITION, WRONG_STATE, TEMPORARY_FAILURE, NOT_DURABLE_YET
 const [ROWS, RUNS, BUNDLE_BYTES] = [32, 128, 1 << 20] // rows a run and runs a bundle: 4,096 mutations; a bundle ends behind so many bytes
 const bytesOf = (operations) => operations.reduce((sum, { row }) => sum + row.key.length + row.value.length + 48, 0)
+const NOTHING = Buffer.alloc(0)
 const pause = () => new Promise((resolve) => setTimeout(resolve, 50))
 const failed = (status) => Object.assign(new Error(`status ${status}`), { status })
 
 class Publisher {
   constructor ({ bucket, partitionCount, durability = 0, copies = 0, writer = crypto.randomBytes(16), ...address }) {
-    Object.assign(this, { bucket, partitionCount, durability, copies, writer, address, connection: null })
+    Object.assign(this, { bucket, partitionCount, durability, copies, writer, address, connection: null, lastFlush: Promise.resolve() })
     this.partitions = new Map() // partition -> {queue, run, counter, chain}; a run is on its way until it is answered
   }
 
@@ -21,9 +22,10 @@ class Publisher {
   delete (key, fields) { return this.apply({ operation: wire.OPERATIONS.DELETE, key, ...fields }) }
   increment (key, delta, initial = null) { return this.apply({ operation: wire.OPERATIONS.INCREMENT, key, value: wire.counterDelta(delta, initial) }) }
 
-  /** Queues one operation for `flush`; resolves with {seq, cas, counter}, or rejects with its status. */
+  /** Queues one operation for `flush`; resolves with {seq, cas, counter}, or rejects with its status. Throws if a number does not fit. */
   apply (operation) {
     const row = { ...operation, key: Buffer.from(operation.key), value: Buffer.from(operation.value ?? '') }
+    wire.buildChunk({ rows: [{ ...row, key: NOTHING, value: NOTHING }] }) // in a run it would take other operations with it
     const partition = wire.partitionOf(row.key, this.partitionCount)
     if (!this.partitions.has(partition)) this.partitions.set(partition, { partition, queue: [], run: null, counter: 0n, chain: 0 })
     const done = new Promise((resolve, reject) => this.partitions.get(partition).queue.push({ row, resolve, reject }))
@@ -31,15 +33,23 @@ class Publisher {
     return done
   }
 
-  /** Sends what is queued until all of it is answered, over as many connections as that takes. */
-  async flush (attemptsMax = 400) {
+  /**
+   * Sends what is queued until all of it is answered, over as many connections as that takes. Throws once so many attempts
+   * in succession were in vain, or the bucket cannot be opened: then nothing is lost, and the next call goes on.
+   */
+  flush (attemptsMax = 400) {
+    const flushed = this.lastFlush.then(() => this._flush(attemptsMax)) // two at a time would send the same runs
+    this.lastFlush = flushed.catch(() => {})
+    return flushed
+  }
+
+  async _flush (attemptsMax) {
     for (let attempts = 0; this._next().length; attempts++) {
       try {
-        if (!this.connection || this.connection.failure) {
-          this.connection = await Connection.connect(this.address)
-          await this.connection.open(this.bucket, [0])
-        }
-        if (await this._send(this._next())) attempts = 0
+        if (!this.connection || this.connection.failure) this.connection = await this._connect()
+        const status = await this._send(this._next())
+        if (!status) attempts = 0
+        else if (attempts >= attemptsMax) throw failed(status)
         else await pause()
       } catch (error) {
         if (attempts >= attemptsMax || error instanceof Refused) throw error
@@ -49,6 +59,12 @@ class Publisher {
   }
 
   async close () { await this.connection?.close() }
+
+  async _connect () {
+    const connection = await Connection.connect(this.address)
+    try { await connection.open(this.bucket, [0]) } catch (error) { await connection.close(); throw error }
+    return connection
+  }
 
   /** The partitions whose run to send next: one that has no answer goes first, so that none overtakes it. */
   _next () {
@@ -66,14 +82,14 @@ class Publisher {
     }).slice(0, RUNS)
   }
 
-  /** One bundle; resolves with whether any of its runs is done. */
+  /** One bundle; resolves with 0 if any of its runs is done, and otherwise with why one is to be sent again. */
   async _send (states) {
     const operations = states.flatMap(({ run }) => run.operations)
     const runs = states.map(({ partition, run }) => ({ partition, row_count: run.operations.length, counter: run.counter, chain: run.chain }))
     const request = { writer: this.writer, durability: this.durability, copies: this.copies, runs, chunk: { rows: operations.map(({ row }) => row) } }
     const reply = await this.connection.mutate(request).catch((error) => {
-      if (!(error instanceof Refused) || states.length > 1) throw error
-      return { runs: [{ status: error.status }], failures: [], counters: [] } // of one run: the status is the run's
+      if (!(error instanceof Refused)) throw error
+      return { runs: states.map(() => ({ status: error.status })), failures: [], counters: [] } // no run had an effect
     })
     const failures = new Map(reply.failures.map(({ index, status }) => [index, status]))
     const counters = new Map(reply.counters.map(({ index, value }) => [index, value]))
@@ -92,7 +108,7 @@ class Publisher {
       })
       state.run = null
     }
-    return states.some(({ run }) => !run)
+    return states.some(({ run }) => !run) ? 0 : reply.runs[0].status
   }
 }
 

@@ -33,14 +33,14 @@ async def test_its_own_tests_pass() -> None:
     assert result.code == 0, result.out
 
 
-def test_the_node_client_has_less_than_600_lines() -> None:
+def test_the_node_client_has_less_than_630_lines() -> None:
     """And the steps of SCRAM, which are not UPR's, less than 40 of their own."""
 
     def lines(*modules: str) -> int:
         texts = [(CLIENT / f"{name}.js").read_text() for name in modules]
         return sum(bool(line.strip()) for text in texts for line in text.splitlines())
 
-    assert lines("wire", "connection", "consumer", "publisher") < 600
+    assert lines("wire", "connection", "consumer", "publisher") < 630
     assert lines("scram") < 40
 
 
