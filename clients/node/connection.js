@@ -8,6 +8,7 @@ const wire = require('./wire.js')
 const STREAM_FRAMES = new Set(['PartitionStart', 'PartitionChunk', 'PartitionSnapshot', 'PartitionAnswers', 'PartitionEnd', 'StreamEnd'])
 const WITHOUT_OPAQUE = new Set(['HelloReply', 'LogInChallenge', 'LoggedIn'])
 const FROM_THE_WINDOW = new Set(['PartitionChunk', 'PartitionSnapshot'])
+const PARTITIONS_MAX = 1024
 const [CONNECT_MS, CLOSE_MS] = [10_000, 2000] // how long a peer may delay the log-in, and the end
 
 /** The server refused one request; the connection goes on. */
@@ -117,6 +118,7 @@ class Connection {
   }
 
   _receive (bytes) {
+    if (this.failure) return // what still comes would only gather
     this.lastReceived = Date.now()
     this.arrived.push(bytes)
     this.arrivedBytes += bytes.length
@@ -145,8 +147,11 @@ class Connection {
       if (name === 'StreamEnd') this.streams.delete(opaque)
       this.onStream(message)
       if (FROM_THE_WINDOW.has(name)) this._acknowledge(message.frameBytes)
-    } else if (name === 'PartitionLog') this.waiting.get(opaque)?.logs.push(message)
-    else if (name === 'Credit') this._earn(Number(message.bytes))
+    } else if (name === 'PartitionLog') {
+      const asked = this.waiting.get(opaque)
+      if (!asked || asked.logs.length === PARTITIONS_MAX) throw new wire.ProtocolError('MALFORMED', 'PartitionLog answers no open request, or comes too often')
+      asked.logs.push(message)
+    } else if (name === 'Credit') this._earn(Number(message.bytes))
     else if (name === 'Error') this._fail(Object.assign(new Error(`status ${message.status}: ${message.sentence}; ${message.advice}`), { status: message.status }))
     else if (WITHOUT_OPAQUE.has(name)) this._answer(name, message)
     else if (name === 'BarrierReply') this._answer(`barrier ${message.cookie.toString('hex')}`, message)
@@ -156,12 +161,12 @@ class Connection {
   _answer (key, message) {
     const asked = this.waiting.get(key)
     if (!asked) throw new wire.ProtocolError('MALFORMED', `${message.message} answers no open request`)
-    this.waiting.delete(key)
-    if (message.message === 'Refusal') return asked.reject(new Refused(message))
     if (message.message === 'StreamReply') {
       if (message.status === 0) this.streams.add(message.opaque)
-      this.onStream(message)
+      this.onStream(message) // if it throws, the request still waits, and hears of it
     }
+    this.waiting.delete(key)
+    if (message.message === 'Refusal') return asked.reject(new Refused(message))
     asked.resolve({ ...message, logs: asked.logs })
   }
 

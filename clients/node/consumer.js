@@ -11,7 +11,8 @@ const NO_PARTIAL = { partial_history: 0n, partial_start: 0n, partial_end: 0n }
 const nothingYet = () => ({ last_complete: 0n, highest_received: 0n, ...NO_PARTIAL, log: { entries: [] } })
 
 /**
- * Follows partitions, and tells `copy` what comes. Each call comes with the position to save with the data:
+ * Follows partitions, and tells `copy` what comes. Each call comes with the position to save with the data, which changes
+ * with the next call: a copy that saves later keeps a copy of it.
  * accepted(partition, position), apply(partition, rows, position), completed(partition, position), and
  * rollBack(partition, ceiling) -> the complete snapshot end, at or below the ceiling, that the copy went back to.
  */
@@ -23,10 +24,12 @@ class Consumer {
   /** Streams until every partition has reached its end. Throws when that ends early: call it again. */
   async run (bucket, partitions) {
     this.streams.clear()
+    this.isStopped = false
     const finished = new Promise((resolve) => { this._finish = resolve })
     const connection = await Connection.connect({ ...this.address, onStream: (message) => this.take(message) })
     this.connection = connection
     try {
+      if (this.isStopped) throw new Error('the consumer was stopped')
       const { logs } = await connection.open(bucket, partitions)
       this.unfinished = new Set(logs.map((log) => log.partition).filter((partition) => !this.ended.has(partition)))
       await Promise.all([...this.unfinished].map((partition) => this._start(connection, partition)))
@@ -40,7 +43,7 @@ class Consumer {
   }
 
   /** Has `run` end, with an error. */
-  stop () { this.connection?.close() }
+  stop () { this.isStopped = true; this.connection?.close() }
 
   async _start (connection, partition) {
     for (;;) {

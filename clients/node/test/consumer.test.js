@@ -1,9 +1,11 @@
 'use strict'
-// What a consumer does with a server whose numbers do not fit.
+// What a consumer does with a server whose numbers do not fit, and when it is stopped.
 
 const assert = require('node:assert/strict')
 const test = require('node:test')
+const wire = require('../wire.js')
 const { Consumer, nothingYet } = require('../consumer.js')
+const { withAnswers } = require('./fake_server.js')
 
 const position = () => ({ ...nothingYet(), last_complete: 5n, highest_received: 5n })
 
@@ -24,6 +26,22 @@ test('a rollback to what the copy has not reached is refused', async () => {
     await assert.rejects(consumer._start(connection, 0), { code: 'MALFORMED' })
   }
 })
+
+const refusing = { Stream: ({ opaque, partition }) => [wire.encode('StreamReply', { opaque, partition, status: 0, seq: 7n, reason: '', map_revision: 0n, log: { entries: [] } })] }
+
+test('a run ends with what its copy, or the consumer, throws at the answer for a stream', { timeout: 5000 }, () => withAnswers(refusing, async (port) => {
+  const run = (fields) => new Consumer({ host: '127.0.0.1', port, closeMs: 50, ...fields }).run('b', [0])
+  await assert.rejects(run({ copy: {} }), { code: 'MALFORMED' })
+  const copy = { accepted () { throw new Error('the disk is full') } }
+  await assert.rejects(run({ copy, positions: new Map([[0, { ...nothingYet(), last_complete: 7n, highest_received: 7n }]]) }), /the disk is full/)
+}))
+
+test('a run that is stopped while it connects ends', { timeout: 5000 }, () => withAnswers({}, async (port) => {
+  const consumer = new Consumer({ copy: {}, host: '127.0.0.1', port, closeMs: 50 })
+  const running = consumer.run('b', [0])
+  consumer.stop()
+  await assert.rejects(running, /the consumer was stopped/)
+}))
 
 const chunk = (start, end) => ({ chunk: { start, end, rows: [] } })
 const messages = {
