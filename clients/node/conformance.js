@@ -7,7 +7,7 @@ const { MemoryCopy } = require('./copy.js')
 const { Publisher } = require('./publisher.js')
 const { OPERATIONS, counterDelta } = require('./wire.js')
 
-const text = (bytes) => bytes.toString('latin1')
+const keyText = (key) => Buffer.from(key, 'latin1').toString() // `MemoryCopy` has a character for each byte
 const orNull = (number) => number === undefined ? null : String(number)
 
 function positionFrom ({ log, ...numbers }) {
@@ -35,7 +35,7 @@ async function consume ({ bucket, partitions, end_seqs: ends, positions, window_
       await new Promise((resolve) => setTimeout(resolve, 50))
     }
   }
-  const items = Object.fromEntries([...copy.items].map(([key, value]) => [key, text(value)]))
+  const items = Object.fromEntries([...copy.items].map(([key, value]) => [keyText(key), String(value)]))
   const last = Object.fromEntries(partitions.map((partition) => [partition, positionTo(consumer.positions.get(partition) ?? nothingYet())]))
   return { items, positions: last, rollbacks }
 }
@@ -63,8 +63,8 @@ async function get ({ bucket, partition, keys, ...address }) {
   for (let rest = keys.map((key) => Buffer.from(key)); rest.length;) {
     const reply = await connection.request('Get', { partition, history_id: 0n, keys: rest })
     for (const { operation, key, value, flags } of reply.chunk.rows) {
-      if (operation === OPERATIONS.SET) items[text(key)] = text(value)
-      else if (flags) refused[text(key)] = flags
+      if (operation === OPERATIONS.SET) items[String(key)] = String(value)
+      else if (flags) refused[String(key)] = flags
     }
     rest = rest.slice(reply.next_index)
   }
@@ -74,6 +74,7 @@ async function get ({ bucket, partition, keys, ...address }) {
 
 async function main () {
   let input = ''
+  process.stdin.setEncoding('utf8')
   for await (const piece of process.stdin) input += piece
   const { task, ...rest } = JSON.parse(input)
   process.stdout.write(JSON.stringify(await { consume, publish, get }[task](rest)) + '\n')

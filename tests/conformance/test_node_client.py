@@ -9,7 +9,7 @@ import signal
 import subprocess
 from contextlib import aclosing
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import pytest
 import trio
@@ -50,6 +50,28 @@ async def test_it_passes_every_scenario(subtests: pytest.Subtests) -> None:
         async for verdict in verdicts:
             with subtests.test(verdict.scenario):
                 assert verdict.failure == ""
+
+
+async def test_keys_and_values_in_any_script_come_back_as_they_were() -> None:
+    async def outcome(task: str, **more: object) -> Any:
+        place = {"task": task, "host": server.host, "port": server.port, "bucket": "b"}
+        command = ("node", str(CLIENT / "conformance.js"))
+        result = await run(command, stdin=json.dumps({**place, **more}).encode())
+        assert result.code == 0, result.err
+        return json.loads(result.out)
+
+    items = {"ключ": "ü", "鍵": "値", "k": ""}
+    async with server_process() as server:
+        async with connect(server.url()) as client:
+            await client.create_bucket("b", 1)
+        sets = [{"operation": "SET", "key": key, "value": items[key]} for key in items]
+        published = await outcome("publish", partition_count=1, operations=sets)
+        assert [result["status"] for result in published["results"]] == [0, 0, 0]
+        found = await outcome("get", partition=0, keys=list(items))
+        assert found == {"items": items, "refused": {}}
+        options = {"window_bytes": WINDOW_BYTES, "idle_interval_s": 20, "positions": {}}
+        streamed = await outcome("consume", partitions=[0], end_seqs={"0": "3"}, **options)
+        assert streamed["items"] == items
 
 
 def test_every_scenario_says_what_it_is_about() -> None:
