@@ -33,10 +33,15 @@ class CopyCompletion:
     async def run(self) -> None:
         """Asks the active nodes, for ever."""
         while True:
-            for partition_map in self._partition_maps.all_maps():
+            for bucket in [
+                partition_map.bucket for partition_map in self._partition_maps.all_maps()
+            ]:
                 await trio.lowlevel.checkpoint()
-                for node in self._partition_maps.actives_of_incomplete(partition_map.bucket):
-                    await self._ask(node, partition_map)
+                # Only now: while others were asked, the bucket may have got a map with other nodes.
+                partition_map = self._partition_maps.map_of(bucket)
+                if partition_map is not None:
+                    for node in self._partition_maps.actives_of_incomplete(bucket):
+                        await self._ask(node, partition_map)
             await trio.sleep(ASK_INTERVAL_S)
 
     async def _ask(self, node: str, partition_map: PartitionMap) -> None:
