@@ -42,6 +42,25 @@ def test_a_torn_tail_is_cut_off_wherever_it_was_torn(tmp_path: Path) -> None:
     assert records_of(path) == [b"one", b"two", b"three"]
 
 
+def test_a_torn_tail_that_cannot_be_cut_off_leaves_no_file_open(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An application that tries again and again ran out of descriptors."""
+    path = tmp_path / "records"
+    path.write_bytes(log_with(path, b"one") + b"torn")
+    before = set(os.listdir("/proc/self/fd"))
+
+    def fail(_file: int) -> None:
+        raise OSError(errno.EIO, "the disk failed")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", fail)
+        with pytest.raises(OSError, match="the disk failed"):
+            ChecksummedFile.open(path)
+    assert set(os.listdir("/proc/self/fd")) == before
+    assert records_of(path) == [b"one"]
+
+
 def test_damage_raises_an_error_and_is_never_cut_off(tmp_path: Path) -> None:
     path = tmp_path / "records"
     before = log_with(path, b"one", b"two")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import resource
 import signal
 import tempfile
@@ -417,3 +418,22 @@ def test_a_file_of_another_format_is_refused(tmp_path: Path) -> None:
     log.close()
     with pytest.raises(DamagedFileError, match="not a received-keys file"):
         ReceivedKeysFile(path, "b")
+
+
+@pytest.mark.parametrize("is_new", [False, True])
+def test_a_file_that_is_refused_is_not_left_open(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_new: bool
+) -> None:
+    path = tmp_path / "keys"
+    if is_new:
+
+        def fail(*_: object) -> None:
+            raise OSError("no room")
+
+        monkeypatch.setattr(ChecksummedFile, "replace", fail)
+    else:
+        ReceivedKeysFile(path, "other").close()
+    before = set(os.listdir("/proc/self/fd"))
+    with pytest.raises(OSError if is_new else DamagedFileError):
+        ReceivedKeysFile(path, "b")
+    assert set(os.listdir("/proc/self/fd")) == before

@@ -48,11 +48,15 @@ class ChecksummedFile:
             replace_file(path, b"")
         data = path.read_bytes()
         records, end = _decode(path, data)
-        file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)
+        file = cls(path, os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC), end)
         if end < len(data):
-            os.ftruncate(file, end)
-            os.fsync(file)
-        return cls(path, file, end), records
+            try:
+                os.ftruncate(file._file, end)
+                os.fsync(file._file)
+            except BaseException:
+                file.close()
+                raise
+        return file, records
 
     def append(self, record: bytes) -> None:
         """Appends a record, which is on disk when this returns.
