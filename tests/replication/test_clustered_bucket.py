@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from types import SimpleNamespace
 from typing import Any, Final, cast
 
@@ -12,6 +12,7 @@ import pytest
 import trio
 from trio.testing import MockClock
 
+from tests.kit.held_store import HeldStore
 from tests.kit.steps import LargestStep
 from upr_protocol.chunk import chunk_of_plain_sets
 from upr_protocol.client import Address, NodeClient
@@ -29,6 +30,7 @@ from upr_server.net.request_context import RequestContext
 from upr_server.replication import clustered_bucket, roles
 from upr_server.replication.roles import STEP_PARTITIONS
 from upr_server.storage.chunk_log import ChunkLog
+from upr_server.storage.errors import DiskFullError
 from upr_server.storage.records import CLEAN_STOP, PARTITION, partition_key
 from upr_server.storage.simulated import SimulatedStore
 
@@ -180,6 +182,59 @@ async def test_the_map_of_a_bucket_that_is_deleted_meanwhile_is_not_stored_for_t
         assert not ChunkLog(log).load().partition_map
 
 
+async def test_a_node_whose_disk_is_too_slow_for_a_hand_over_stays_active(
+    autojump_clock: MockClock,
+) -> None:
+    """The next active node would rely on changes that a crash of this one loses."""
+    store, partition_id = HeldStore(), PartitionId(0)
+    config = ServerConfig(listen="127.0.0.1:0", node="a")
+    async with running_server(config, store) as server, trio.open_nursery() as nursery:
+        nodes = {"a": f"127.0.0.1:{server.port}", "b": "127.0.0.1:1"}
+        assignments = (Assignment("a", {"b": ""}),)
+        first = PartitionMap(bucket="b", revision=1, nodes=nodes, partitions=assignments)
+        await server.catalog.create_bucket("b", 1, QUOTA_BYTES_MIN)
+        await server.partition_maps.set_map(0, first.encode())
+        (partition,) = server.catalog.bucket("b").partitions
+        partition.mutate(batch_of(chunk_of_plain_sets([b"key"], [b"value"])), now=1.0)
+        handing_over = Assignment(replicas={"b": ""}, handing_over="a")
+        second = first.with_assignments({partition_id: handing_over})
+
+        async def release_later() -> None:
+            await trio.sleep(PROMPT_S)
+            store.released.set()
+
+        nursery.start_soon(release_later)
+        with pytest.raises(DiskFullError, match="not on disk after"):
+            await server.partition_maps.set_map(1, second.encode())
+        assert not store.released.is_set()
+        states = [partition.state]
+        assert server.partition_maps.map_of("b") == first
+        await store.released.wait()
+        await server.partition_maps.set_map(1, second.encode())
+        states.append(partition.state)
+        assert states == [PartitionState.ACTIVE, PartitionState.PENDING]
+        assert partition.manager.persistence.committed_seq == 1
+
+
+async def test_a_partition_found_damaged_while_a_map_is_refused_stays_refused(
+    monkeypatch: pytest.MonkeyPatch, autojump_clock: MockClock
+) -> None:
+    async with active_node() as node:
+        damaged, other = node.bucket.partitions[:2]
+        clustered_bucket = node.server.partition_maps._buckets["b"]
+
+        async def find_damage(_partitions: list[Partition]) -> None:
+            await trio.lowlevel.checkpoint()
+            damaged.refuse("a record is damaged")
+            raise DiskFullError("no room")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(clustered_bucket, "_persist", find_damage)
+            with pytest.raises(DiskFullError, match="no room"):
+                await node.hand_over_all()
+        assert [damaged.state, other.state] == [PartitionState.DEAD, PartitionState.ACTIVE]
+
+
 @attrs.frozen
 class ActiveNode:
     """A node that is active for all partitions of a bucket, by a map that names a second node."""
@@ -198,15 +253,40 @@ class ActiveNode:
 
 
 @asynccontextmanager
-async def active_node() -> AsyncIterator[ActiveNode]:
+async def active_node(partition_count: int = LAST + 1) -> AsyncIterator[ActiveNode]:
     config = ServerConfig(listen="127.0.0.1:0", node="a")
     async with running_server(config, SimulatedStore()) as server:
         nodes = {"a": f"127.0.0.1:{server.port}", "b": "127.0.0.1:1"}
-        assignments = (Assignment("a"),) * (LAST + 1)
+        assignments = (Assignment("a"),) * partition_count
         first_map = PartitionMap(bucket="b", revision=1, nodes=nodes, partitions=assignments)
         await server.catalog.create_bucket("b", len(assignments), QUOTA_BYTES_MIN)
         await server.partition_maps.set_map(0, first_map.encode())
         yield ActiveNode(server, first_map)
+
+
+async def test_a_bucket_can_be_deleted_at_any_step_of_a_map(autojump_clock: MockClock) -> None:
+    """The next bucket of the same name does not get the map: nobody has given it one."""
+    step_count, is_applied = 0, False
+    while not is_applied:
+        async with active_node(2) as node, trio.open_nursery() as nursery:
+            catalog, ended = node.server.catalog, trio.Event()
+
+            async def apply(node: ActiveNode, ended: trio.Event) -> None:
+                with suppress(ServerError):
+                    await node.hand_over_all()
+                ended.set()
+
+            nursery.start_soon(apply, node, ended)
+            for _ in range(step_count):
+                await trio.lowlevel.checkpoint()
+            is_applied = ended.is_set()
+            await catalog.delete_bucket("b")
+            await catalog.create_bucket("b", 1, QUOTA_BYTES_MIN)
+            await ended.wait()
+            assert node.server.partition_maps.map_of("b") is None
+            assert node.bucket.partitions[0].state is PartitionState.ACTIVE
+        step_count += 1
+    assert step_count > 10
 
 
 async def test_partitions_that_are_handed_over_forget_their_keys_in_steps(

@@ -23,6 +23,7 @@ from tests.kit.process import eventually
 from tests.kit.steps import LargestStep
 from upr_protocol.chunk import Chunk, Mutation
 from upr_protocol.errors import ServerError, Status
+from upr_protocol.failover import FailoverLog
 from upr_protocol.ids import (
     Cas,
     HistoryId,
@@ -52,6 +53,7 @@ from upr_server.replication.replica_writer import (
     COLLECTED_PARTITIONS,
     NOTIFIED_BYTES,
     NOTIFIED_CHUNK_BYTES,
+    ReplicaWriter,
 )
 from upr_server.replication.replicator import (
     RECONNECT_S,
@@ -328,6 +330,42 @@ async def test_a_replica_receives_nothing_while_a_map_waits_for_its_commit(
         assert not follower._has_reported()
         await eventually(follower._has_reported, "it was received")
         await follower.persist()
+
+
+async def test_nobody_waits_for_a_commit_of_a_replication_that_has_ended(
+    autojump_clock: MockClock,
+) -> None:
+    """A map waits for it. If it waited for ever, the node would apply no other map either."""
+    async with replica() as follower:
+        replicators = follower.server.partition_maps._buckets[BUCKET].replicators
+        (replicator,) = replicators._replicators.values()
+        received = {PARTITION: ReceivedSnapshots(FailoverLog(), SeqNo(0), Cas(0))}
+        writer = ReplicaWriter(follower.server, follower.disk, received, replicator._streams)
+        writer.mark_dirty(PARTITION)
+        with trio.fail_after(60.0):
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(writer.written.wait_until, lambda: writer.is_settled)
+                await trio.testing.wait_all_tasks_blocked()
+                writer.close()
+
+
+async def test_a_replica_that_waits_for_room_writes_nothing_to_the_next_bucket_of_its_name(
+    autojump_clock: MockClock,
+) -> None:
+    async with replica() as follower:
+        await follower.receive(b"1")
+        await follower.persist()
+        follower.store.is_full = True
+        await follower.receive(b"2")
+        await trio.sleep(1.0)
+        assert trouble(follower) == "no room"
+        catalog = follower.server.catalog
+        await catalog.delete_bucket(BUCKET)
+        await catalog.create_bucket(BUCKET, 1, catalog.quota_bytes_default)
+        follower.store.is_full = False
+        await trio.sleep(60.0)
+        (stored,) = (await follower.store.ask(LoadBuckets())).buckets
+        assert stored.partitions[PARTITION].record.high == 0
 
 
 async def test_a_stop_on_a_full_disk_tells_what_it_drops(autojump_clock: MockClock) -> None:
@@ -1204,6 +1242,26 @@ async def test_a_copy_that_a_replica_sent_back_to_0_is_completed_in_the_actives_
         active_node.partitions = follower.source.partitions
         await eventually(lambda: not follower.partition.is_incomplete, "it is complete")
         assert follower.partition.high_seq == 2
+
+
+async def test_a_copy_is_completed_by_an_active_node_that_its_map_named_just_now(
+    autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The bucket gets a map with one more node while active nodes of other buckets are asked. The
+    node was not found in the map of before, and the server ended."""
+    async with replica() as follower:
+        await follower.assign(Assignment("c", {"a": "", "b": "a"}))
+        partition_maps, latest_map = follower.server.partition_maps, follower.cluster.map
+        nodes = {name: address for name, address in latest_map.nodes.items() if name != "c"}
+        map_before = msgspec.structs.replace(latest_map, nodes=nodes)
+        monkeypatch.setattr(partition_maps, "all_maps", lambda: [map_before])
+        await follower.receive(b"1", b"2")
+        await follower.persist()
+        await follower.lose(0)
+        await eventually(lambda: follower.partition.is_incomplete, "it is sent back to 0")
+        follower.cluster.server("c").told_name = "c"
+        await follower.receive(b"3")
+        await eventually(lambda: not follower.partition.is_incomplete, "it is complete")
 
 
 @pytest.mark.parametrize("is_replica", [False, True])
