@@ -13,6 +13,7 @@ import trio
 from tests.kit.fake_net import CuttableStream
 from tests.kit.ports import free_port
 from tests.kit.process import eventually
+from tests.server.connected_peer import Peer
 from upr_protocol.bucket_event import ANY_DESIGN, BucketEvent, BucketFate, EventKind
 from upr_protocol.client import (
     Address,
@@ -25,7 +26,7 @@ from upr_protocol.client import (
 )
 from upr_protocol.errors import BrokenError, ClosedError, ServerError, Status
 from upr_protocol.limits import CONSUMERS_MAX, DESIGNS_MAX
-from upr_protocol.wire import MESSAGES, NextEvents
+from upr_protocol.wire import MESSAGES, EventsReply, HelloReply, Message, NextEvents, Refusal
 from upr_server.app import Server, running_server
 from upr_server.config import BucketConfig, ServerConfig
 from upr_server.events import EventBus
@@ -326,6 +327,30 @@ async def test_a_consumer_above_the_limit_is_refused(server: Server) -> None:
             assert refusal.value.status is Status.LIMIT_REACHED
         # The refused consumer is not registered.
         assert bus_of(server).statistics()["consumers"] == CONSUMERS_MAX
+
+
+@asynccontextmanager
+async def asking_peer(server: Server) -> AsyncIterator[Peer]:
+    """A peer that has greeted the server."""
+    async with await trio.open_tcp_stream(server.host, server.port) as stream:
+        peer = Peer(stream)
+        await peer.send()
+        await peer.receive(HelloReply)
+        yield peer
+
+
+async def test_a_connection_may_ask_again_after_another_one_took_its_consumer_over(
+    server: Server,
+) -> None:
+    async with asking_peer(server) as first, asking_peer(server) as second:
+        await first.send(NextEvents("c", opaque=first.opaque()))
+        batch = (await first.receive(EventsReply)).batch
+        await first.send(NextEvents("c", batch, wait_ms=30_000, opaque=first.opaque()))
+        await eventually(lambda: bus_of(server).statistics()["asking"] == 1, "it waits")
+        await second.send(NextEvents("c", batch, wait_ms=30_000, opaque=second.opaque()))
+        assert (await first.receive(Refusal)).status == Status.SUPERSEDED
+        await first.send(NextEvents("c", batch, opaque=first.opaque()))
+        assert isinstance(await first.receive(Message), EventsReply)
 
 
 async def test_a_server_without_a_bus_refuses_requests_for_events() -> None:

@@ -25,9 +25,9 @@ from tests.server.served_bucket import BUCKET, PERSISTED, answer_to, log_of, sen
 from tests.storage.full_disk import FullDisk
 from upr_protocol.chunk import Chunk, Mutation
 from upr_protocol.errors import Status
-from upr_protocol.ids import SEQ_MAX, Operation, PartitionState, SeqNo
+from upr_protocol.ids import SEQ_MAX, HistoryId, Operation, PartitionState, SeqNo
 from upr_protocol.partition_map import Assignment, PartitionMap
-from upr_protocol.wire import Get, Lease, LeaseAction, Refusal
+from upr_protocol.wire import Get, Lease, LeaseAction, Refusal, SeqnosAt
 from upr_server.app import Server
 from upr_server.config import ServerConfig
 from upr_server.engine import Partition, batch_of
@@ -37,6 +37,7 @@ from upr_server.storage.calls import (
     DeleteLeases,
     FindExpired,
     FindItems,
+    FindSeqBefore,
     LoadBuckets,
     Maintain,
     MeasureRanges,
@@ -390,6 +391,38 @@ async def test_a_request_for_a_lease_is_refused_if_its_bucket_is_deleted_meanwhi
         answer = await answer_to(peer, opaque)
         assert isinstance(answer, Refusal)
         assert answer.status == Status.NO_BUCKET
+
+
+@pytest.mark.parametrize(
+    ("state", "branch_count", "status"),
+    [
+        (PartitionState.ACTIVE, 1, Status.HISTORY_CHANGED),
+        (PartitionState.PENDING, 0, Status.NOT_MY_PARTITION),
+    ],
+    ids=["another history", "another state"],
+)
+async def test_a_number_at_a_time_is_that_of_the_history_that_it_is_told_with(
+    autojump_clock: trio.testing.MockClock,
+    state: PartitionState,
+    branch_count: int,
+    status: Status,
+) -> None:
+    """A failover may come while the number is read from disk. A stream from there would leave out
+    changes of the new history, or the client would have to roll back."""
+    store = _DelayedAnswers(lambda call: isinstance(call, FindSeqBefore))
+    async with serving(store, 1) as server, speaking(server) as peer:
+        opaque = peer.opaque()
+        await peer.send(SeqnosAt(0, (0,), opaque=opaque))
+        await store.is_asked.wait()
+        (partition,) = server.catalog.bucket(BUCKET).partitions
+        failover_log = partition.failover_log
+        for _ in range(branch_count):
+            failover_log = failover_log.with_branch(HistoryId(1 << 40), SeqNo(0))
+        partition.change_state(state, failover_log)
+        store.released.set()
+        answer = await answer_to(peer, opaque)
+        assert isinstance(answer, Refusal)
+        assert answer.status == status
 
 
 def has_chunks(call: StoreCall[Any]) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from typing import Final
 
 import pytest
@@ -56,6 +57,7 @@ from upr_protocol.wire import (
     LeaseAction,
     ListBuckets,
     ListBucketsReply,
+    Message,
     Mutate,
     Noop,
     Open,
@@ -73,9 +75,10 @@ from upr_protocol.wire import (
 )
 from upr_server.net import connection as net_connection
 from upr_server.net import server as net_server
+from upr_server.net.connection import AcceptedConnection
 from upr_server.net.credit import CREDIT_BYTES_MIN
 from upr_server.net.frame_budget import BUDGET_BYTES, FRAME_TIMEOUT_S, UnfinishedFrame
-from upr_server.net.handlers.streams import SLICE_PARTITIONS
+from upr_server.net.handlers.streams import FIRST_PARTITIONS, SLICE_PARTITIONS
 from upr_server.net.server import CONNECTIONS_TOLD_MAX
 
 
@@ -497,6 +500,31 @@ async def test_other_tasks_run_while_a_bucket_of_many_partitions_is_opened() -> 
 
 
 _LOG: Final = (PartitionState.ACTIVE, SeqNo(0), SeqNo(0), SeqNo(0), FailoverLog.of_pairs([(1, 0)]))
+
+
+async def test_a_client_is_refused_if_the_bucket_that_it_opens_is_deleted_meanwhile(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A bucket of many partitions is opened in steps."""
+    server, finish_handling = make_server(), AcceptedConnection._finish_handling
+
+    async def delete_before(
+        connection: AcceptedConnection, message: Message, steps: Iterator[None]
+    ) -> None:
+        if isinstance(message, Open):
+            await server.catalog.delete_bucket("wide")
+        await finish_handling(connection, message, steps)
+
+    monkeypatch.setattr(AcceptedConnection, "_finish_handling", delete_before)
+    async with connected(server) as peer:
+        await server.catalog.create_bucket("wide", FIRST_PARTITIONS + 1, 8 * 1024 * 1024)
+        await peer.send()
+        await peer.receive(HelloReply)
+        await peer.send(Open("wide", opaque=peer.opaque()))
+        while isinstance(answer := await peer.receive(Message), PartitionLog):
+            pass
+        assert isinstance(answer, Refusal)
+        assert answer.status == Status.NO_BUCKET
 
 
 async def test_a_partition_named_twice_is_refused() -> None:

@@ -22,7 +22,8 @@ from upr_protocol.bucket_event import BucketEvent, BucketFate
 from upr_protocol.chunk import Bundle, BundleRun, Chunk, CounterDelta, Mutation
 from upr_protocol.client import Address, Credentials, PublishError, publisher
 from upr_protocol.errors import ServerError, Status
-from upr_protocol.ids import PUBLISHED_OPERATIONS, Operation
+from upr_protocol.failover import NOTHING_YET
+from upr_protocol.ids import PUBLISHED_OPERATIONS, Operation, PartitionState
 from upr_protocol.limits import GET_REPLY_KEYS_MAX
 from upr_protocol.users import EVERYTHING, Grant, GrantToRole, Right, User, UserRole, Users
 from upr_protocol.wire import (
@@ -39,7 +40,9 @@ from upr_protocol.wire import (
     MutateReply,
     PartitionStart,
     Refusal,
+    Stream,
     StreamEnd,
+    StreamReply,
 )
 from upr_server.app import Server
 from upr_server.net.access import Access
@@ -360,6 +363,21 @@ async def test_a_stream_ends_when_its_user_may_read_only_some_keys(
         await server.users.apply_change(lambda users: users.granting(USER, (READ_A,)))
         await revoke(server, READ_ALL)
         await check_stream_ends(peer)
+
+
+async def test_a_stream_that_waits_for_a_change_needs_its_right_then() -> None:
+    """While the partition changes its state, the request waits."""
+    async with logged_in(READ_ALL) as (server, peer):
+        await peer.open()
+        (partition,) = server.catalog.bucket("b").partitions
+        partition.begins_no_stream = True
+        request = Stream(PartitionState.ACTIVE, NOTHING_YET, partition=P0, opaque=peer.opaque())
+        await peer.send(request)
+        await trio.testing.wait_all_tasks_blocked()
+        await revoke(server, READ_ALL)
+        partition.begins_no_stream = False
+        server.streams_may_begin()
+        assert (await peer.receive(StreamReply)).status == Status.NOT_ALLOWED
 
 
 @pytest.mark.parametrize("how", ["revoke", "withdraw", "remove"])
