@@ -316,6 +316,7 @@ async def test_only_one_server_may_use_a_directory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(processes, "LOCK_TIMEOUT_S", 0.2)
+    before = set(os.listdir("/proc/self/fd"))
     async with open_store(tmp_path, bytes_max=MAP_BYTES) as store:
         await create(store)
         with pytest.raises(DataDirectoryError, match="in use by another server"):
@@ -325,6 +326,8 @@ async def test_only_one_server_may_use_a_directory(
         assert stored_bucket.record == BUCKET
     async with open_store(tmp_path, bytes_max=MAP_BYTES) as store:
         assert len((await store.ask(LoadBuckets())).buckets) == 1
+    del store  # It has the memory that it shared with a process.
+    assert set(os.listdir("/proc/self/fd")) == before, "a descriptor is left"
 
 
 def everything_in(path: Path) -> dict[str, bytes]:

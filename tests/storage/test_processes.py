@@ -245,11 +245,11 @@ async def test_if_one_process_cannot_start_the_other_is_ended(
         raise OSError(errno.EMFILE, "no descriptors")
 
     monkeypatch.setattr(processes, "_start_reader", refuse)
-    before = set(children_of(os.getpid()))
+    before = set(children_of(os.getpid())), set(os.listdir("/proc/self/fd"))
     with pytest.RaisesGroup(OSError):
         async with open_store(tmp_path / "data", bytes_max=MAP_BYTES):
             pass
-    assert set(children_of(os.getpid())) == before
+    assert (set(children_of(os.getpid())), set(os.listdir("/proc/self/fd"))) == before
 
 
 _HOLD: Final = """
