@@ -105,6 +105,31 @@ CONCERNS: Final = (
     # The flusher is above.
     *(
         Concern(
+            f"upr_server/storage/online/{module}",
+            (
+                "tests/server/test_backfill.py",
+                "tests/server/test_bucket_disk.py",
+                "tests/server/test_damage.py",
+                "tests/server/test_flusher.py",
+                "tests/server/test_leases.py",
+                "tests/server/test_partition_request_queue.py",
+                "tests/server/test_unsaved_answers.py",
+            ),
+            wider=(SIMULATED_SEEDS, "tests/server", "tests/replication"),
+        )
+        for module in (
+            "backfill.py",
+            "bucket_disk.py",
+            "index_lag.py",
+            "leased_reader.py",
+            "leases.py",
+            "maintenance.py",
+            "partition_reader.py",
+            "unsaved_answers.py",
+        )
+    ),
+    *(
+        Concern(
             f"upr_server/storage/{module}",
             ("tests/storage",),
             slow=(
@@ -129,6 +154,62 @@ CONCERNS: Final = (
             "live_seqs.py",
             "records.py",
         )
+    ),
+    Concern("upr_server/storage/directory.py", ("tests/storage/test_directory.py",)),
+    Concern("upr_server/storage/event_queue_file.py", ("tests/storage/test_event_queue_file.py",)),
+    Concern(
+        "upr_server/storage/lmdb_ordered_map.py",
+        ("tests/storage/test_ordered_map.py",),
+        slow=("tests/storage/test_bit_flips.py",),
+    ),
+    *(
+        # The processes of the store do not run the copy's modules.
+        Concern(
+            f"upr_server/storage/{module}",
+            (
+                "tests/storage/test_messages.py",
+                "tests/storage/test_processes.py",
+                "tests/storage/test_shared_slots.py",
+            ),
+            slow=("tests/storage/test_store.py",),
+        )
+        for module in ("messages.py", "processes.py", "shared_slots.py")
+    ),
+    Concern("upr_server/storage/users_file.py", ("tests/server/test_user_store.py",)),
+    *(
+        Concern(
+            path,
+            tuple(
+                f"tests/server/test_{name}.py"
+                for name in (
+                    "access",
+                    "bucket_disk",
+                    "bundles",
+                    "connection",
+                    "durability",
+                    "durability_waits",
+                    "key_prefix",
+                    "key_rights",
+                    "large_replies",
+                    "leases",
+                    "partition_map",
+                    "partition_request_queue",
+                    "refused_batches",
+                    "replica_reports",
+                    "reply_order",
+                    "single_sets",
+                    "streamer",
+                    "unsaved_answers",
+                    "user_limits",
+                )
+            ),
+            wider=(
+                "tests/server",
+                "tests/events/test_feeds.py",
+                "tests/client/test_real_server.py",
+            ),
+        )
+        for path in ("upr_server/net/handlers", "upr_server/net/streamer.py")
     ),
     Concern(
         "upr_server/replication",
