@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from tests.cli.conftest import Run
-from tests.client.test_index_client import a_node
 from tests.indexer.processes import indexer_process
+from tests.kit.index_http import a_node
 from upr_protocol.cli.index import split_expressions, trouble_of
 from upr_protocol.client import BlockingClient, WriteResult
 

@@ -10,7 +10,7 @@ import msgspec
 import pytest
 import trio
 
-from tests.client.test_takeover import ACTIVE, REPLICA, highs, logs
+from tests.client.group_states import ACTIVE, REPLICA, highs, logs
 from tests.kit.server_group import (
     BUCKET,
     PARTITIONS,

@@ -9,7 +9,7 @@ import pytest
 import trio
 from trio.testing import MockClock
 
-from tests.client.test_takeover import ACTIVE, REPLICA, highs
+from tests.client.group_states import ACTIVE, REPLICA, highs
 from tests.kit.memory_network import HOST, MemoryNetwork, node
 from tests.kit.server_group import PARTITIONS, ServerGroup, running_servers
 from upr_protocol.client import Address, NodeClient, connect

@@ -10,6 +10,7 @@ import attrs
 import pytest
 import trio
 
+from tests.client.group_states import ACTIVE, PENDING, REPLICA, highs, logs
 from tests.client.resumed_takeover import ResumedTakeover
 from tests.kit.server_group import (
     PARTITIONS,
@@ -36,18 +37,6 @@ from upr_protocol.ids import Durability, HistoryId, PartitionState, SeqNo
 from upr_protocol.partition_map import HistoryPoint, PartitionMap
 from upr_protocol.transport import dial_tcp
 from upr_server.storage.records import PARTITION, partition_key
-
-ACTIVE = [PartitionState.ACTIVE] * PARTITIONS
-REPLICA = [PartitionState.REPLICA] * PARTITIONS
-PENDING = [PartitionState.PENDING] * PARTITIONS
-
-
-def logs(group: ServerGroup, name: str) -> list[FailoverLog]:
-    return [group.partition(name, partition).failover_log for partition in range(PARTITIONS)]
-
-
-def highs(group: ServerGroup, name: str) -> list[SeqNo]:
-    return [group.partition(name, partition).high_seq for partition in range(PARTITIONS)]
 
 
 async def test_a_takeover_continues_the_history() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable
-from itertools import count
 from typing import Any, Final
 
 import pytest
@@ -12,28 +11,17 @@ import trio
 from trio.testing import MockClock
 
 from tests.engine.helpers import put, request, send
-from upr_protocol.bucket_event import ANY_DESIGN, BucketEvent, BucketFate, EventFilter
+from tests.events.buses import ALL, buckets_of, new_bus
+from upr_protocol.bucket_event import ANY_DESIGN, BucketEvent, BucketFate
 from upr_protocol.errors import ServerError, Status
-from upr_protocol.ids import HistoryId, Operation, SeqNo
+from upr_protocol.ids import Operation, SeqNo
 from upr_server.engine import Buckets
-from upr_server.events import EventBatch, EventBus
+from upr_server.events import EventBus
 from upr_server.storage.calls import StoreCall
 from upr_server.storage.errors import CorruptionError, DiskFullError
 from upr_server.storage.simulated import SimulatedDirectory, SimulatedStore
 
-ALL: Final = EventFilter()
-EVERYTHING: Final = EventBatch(everything=True)
-
 Answer = tuple[int, bool, tuple[BucketEvent, ...]]
-
-
-def new_bus(store: SimulatedStore | None = None, first_id: int = 1) -> EventBus:
-    ids = count(first_id)
-    return EventBus(
-        SimulatedStore() if store is None else store,
-        time=trio.current_time,
-        new_id=lambda: next(ids),
-    )
 
 
 @pytest.fixture
@@ -41,11 +29,6 @@ async def bus(autojump_clock: MockClock) -> AsyncIterator[EventBus]:
     bus = new_bus()
     async with bus.running():
         yield bus
-
-
-def buckets_of(bus: EventBus) -> Buckets:
-    ids = count(1)
-    return Buckets(lambda: HistoryId(next(ids)), observer=bus.producer)
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ import trio
 from trio.testing import MockClock
 
 from tests.engine.helpers import put
-from tests.events.test_bus import ALL, EVERYTHING, buckets_of, new_bus
+from tests.events.buses import ALL, EVERYTHING, buckets_of, new_bus
 from upr_protocol.bucket_event import BucketEvent, BucketFate, EventFilter, EventKind
 from upr_protocol.limits import EVENT_KEYS_MAX
 from upr_server.engine import Buckets

@@ -200,3 +200,9 @@ def source_of(index: Index) -> EntrySource:
     """The entry source of an index, for a test that applies changes itself: there is no round that
     could be cancelled."""
     return index.pipeline_member(check_cancelled=lambda: None).source
+
+
+def entries_of(indexer: Indexer, name: str) -> int:
+    definitions = indexer.slices[0].definitions
+    is_there = name_of(name) in definitions.names()
+    return definitions.find(name_of(name)).file.entry_count() if is_there else 0

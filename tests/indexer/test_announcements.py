@@ -18,6 +18,7 @@ from tests.indexer.kit import (
     an_indexer,
     by_brute_force,
     define,
+    entries_of,
     name_of,
     scan,
     until_ready,
@@ -71,12 +72,6 @@ async def paused_stream(indexer: Indexer) -> AsyncIterator[None]:
         yield
     finally:
         indexer.slices[0].stream.resume()
-
-
-def entries_of(indexer: Indexer, name: str) -> int:
-    definitions = indexer.slices[0].definitions
-    is_there = name_of(name) in definitions.names()
-    return definitions.find(name_of(name)).file.entry_count() if is_there else 0
 
 
 async def test_an_announced_index_is_built_while_the_stream_is_paused(tmp_path: Path) -> None:

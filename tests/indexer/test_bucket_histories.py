@@ -12,7 +12,7 @@ from trio.testing import MockClock
 
 from tests.indexer.kit import BUCKET, ask, define
 from tests.indexer.node_kit import Nodes, until_ready, urls
-from tests.indexer.test_cancelled_anywhere import in_the_loop
+from tests.indexer.threads import in_the_loop
 from tests.kit.memory_network import MemoryNetwork, node
 from upr_protocol.client import Address, connect
 from upr_protocol.errors import BrokenError

@@ -12,7 +12,7 @@ import pytest
 import trio
 
 from tests.indexer.kit import BUCKET, POOL_BYTES, a_server
-from tests.indexer.test_stream import PARTS, part_of_snapshot
+from tests.indexer.snapshot_parts import PARTS, part_of_snapshot
 from tests.kit.held_store import HeldStore
 from tests.kit.process import eventually
 from upr_protocol.chunk import Chunk, Mutation

@@ -16,7 +16,7 @@ from contextlib import aclosing, suppress
 from functools import partial
 from itertools import count
 from pathlib import Path
-from typing import Any, Final, TypeVar
+from typing import Any, Final
 
 import pytest
 import trio
@@ -34,6 +34,7 @@ from tests.indexer.kit import (
 )
 from tests.indexer.node_kit import Nodes, some_nodes
 from tests.indexer.node_kit import until_ready as until_every_copy_is_ready
+from tests.indexer.threads import in_the_loop
 from tests.indexer.web_socket_server import serve_web_socket
 from tests.indexer.world import World
 from tests.kit import async_names
@@ -101,16 +102,12 @@ from upr_server.indexer.worker import SliceWorker, serve_slice
 from upr_server.indexer.worker_messages import MessageStream, NumberedAnswer, ToNode
 from upr_server.indexer.worker_process import WorkerProcess, worker_process
 
-T = TypeVar("T")
-
 Function = Callable[..., Any]
-
 CITY: Final = IndexDefinition(("city",))
 DESIGN: Final = b'{"indexes": {"city": {"key": ["city"]}}}'
 CONTENTS: Final = {b"k%d" % n: json.dumps({"city": "abc"[n % 3]}).encode() for n in range(9)}
 EVERY: Final = 7
 """Operations of hundreds of steps are cancelled at one step of this many."""
-
 TRIED: Final[set[Function]] = set()
 """The operations that the tests below cancel. Each test checks that it cancels its own."""
 
@@ -118,14 +115,6 @@ TRIED: Final[set[Function]] = set()
 def tries(*functions: Function) -> tuple[Function, ...]:
     TRIED.update(functions)
     return functions
-
-
-async def in_the_loop(function: Callable[..., T], *arguments: Any, **_options: Any) -> T:
-    """Takes the place of a thread: the call can be cancelled before it begins, but not later."""
-    await trio.lowlevel.checkpoint()
-    result = function(*arguments)
-    await trio.lowlevel.cancel_shielded_checkpoint()
-    return result
 
 
 @pytest.fixture

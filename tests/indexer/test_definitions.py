@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 import trio
 
-from tests.indexer.kit import BUCKET, a_server, an_indexer, define, name_of
-from tests.indexer.test_announcements import entries_of
+from tests.indexer.kit import BUCKET, a_server, an_indexer, define, entries_of, name_of
 from tests.kit.process import eventually
 from upr_protocol.client import connect
 from upr_server.indexer.builder import IndexBuilder

@@ -13,7 +13,7 @@ from typing import Final
 
 from tests.indexer.kit import by_brute_force
 from tests.indexer.processes import IndexerProcess, indexer_process
-from tests.indexer.pure.test_interpreter import DOCUMENT, HOSTILE
+from tests.indexer.pure.hostile_expressions import DOCUMENT, HOSTILE
 from tests.indexer.rounds import pause
 from tests.kit.effort import effort
 from upr_protocol.chunk import Mutation

@@ -14,6 +14,7 @@ import pytest
 import trio
 from trio.testing import MockClock, wait_all_tasks_blocked
 
+from tests.indexer.http_users import OF_SOME_KEYS, OTHER, OWN, name_of, users_of_the_table
 from tests.indexer.kit import until_ready
 from tests.indexer.outcomes import upr_index
 from tests.server.users import BOB, USERS, VERIFIER, address_of, server_with_users
@@ -38,7 +39,6 @@ from upr_server.indexer.remote_slice import OPEN_S
 
 DESIGN: Final = b'{"indexes": {"city": {"key": ["city"]}}}'
 PASSWORD: Final = "pencil"
-
 # Every route with the right that it needs on the indexer's bucket, written by hand. A route without
 # a line here fails a test.
 TABLE: Final = """
@@ -62,28 +62,6 @@ PATHS: Final = {
     "{index:int}": "0",
     "{design:path}": "new",
 }
-OF_SOME_KEYS: Final = "of some keys"
-OWN, OTHER = "b", "other"
-
-
-def name_of(right: Right, bucket: str) -> str:
-    return f"{right.value}-{bucket}"
-
-
-def users_of_the_table() -> Users:
-    """One user for each right on each bucket, and one user who may read and write some keys."""
-    users = dict(USERS.users)
-    grants = tuple(
-        Grant(right, OWN, prefix)
-        for right in (Right.READ, Right.WRITE)
-        for prefix in (b"_", *(bytes([first]) for first in b"acdk"))
-    )
-    users[OF_SOME_KEYS] = User(OF_SOME_KEYS, VERIFIER, grants)
-    for right in Right:
-        for bucket in (OWN, OTHER) if right is not Right.SECURE else (EVERYTHING,):
-            name = name_of(right, bucket)
-            users[name] = User(name, VERIFIER, (Grant(right, bucket),))
-    return Users(1, users)
 
 
 def authorization(name: str, password: str = PASSWORD) -> str:

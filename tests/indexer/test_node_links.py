@@ -14,11 +14,11 @@ import pytest
 import structlog
 import trio
 
+from tests.indexer.http_users import users_of_the_table
 from tests.indexer.kit import a_server, an_indexer, ask
 from tests.indexer.node_kit import until_ready
 from tests.indexer.outcomes import upr_index
-from tests.indexer.test_http_access import users_of_the_table
-from tests.indexer.test_slices import NoListener
+from tests.indexer.silent_listener import NoListener
 from tests.kit.certificates import Certificates
 from tests.kit.ports import free_ports
 from tests.kit.process import POLL_S, eventually

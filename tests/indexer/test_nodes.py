@@ -15,7 +15,7 @@ from trio.testing import MockClock
 from tests.indexer.brute_force import Row, expected_answer, index_rows
 from tests.indexer.kit import BUCKET, ask, define, name_of, until
 from tests.indexer.node_kit import Nodes, is_expected, some_nodes, until_ready
-from tests.indexer.test_cancelled_anywhere import in_the_loop
+from tests.indexer.threads import in_the_loop
 from tests.indexer.write_log import WriteLog
 from tests.kit.effort import effort
 from tests.kit.memory_network import MemoryNetwork, node

@@ -13,7 +13,7 @@ import trio
 import trio.testing
 
 from tests.indexer.kit import name_of
-from tests.indexer.test_slices import NoListener
+from tests.indexer.silent_listener import NoListener
 from upr_server.indexer import node_links, slice_server
 from upr_server.indexer.node_links import SILENT_S, serve_link
 from upr_server.indexer.pool import MemoryPool, OverloadedError

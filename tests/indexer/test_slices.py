@@ -31,6 +31,7 @@ from tests.indexer.kit import (
     until_ready,
     workers_in_the_loop,
 )
+from tests.indexer.silent_listener import NoListener
 from tests.kit.process import eventually
 from upr_protocol.client import Address, Client, connect
 from upr_protocol.concurrency import first_failure
@@ -374,16 +375,6 @@ async def test_a_worker_that_hangs_is_reported_as_missing_and_replaced(
         await until_ready(indexer, "d/city")
         assert await scan(indexer, "d/city") == by_brute_force(CITY, CONTENTS)
         assert holder._frames is not first_frames
-
-
-class NoListener:
-    """A listener that ignores what slices report."""
-
-    def slice_restarted(self, index: int) -> None:
-        pass
-
-    def catalog_read(self, index: int, report: CatalogReport) -> None:
-        pass
 
 
 async def test_the_pause_before_a_restart_grows_while_workers_fail(

@@ -12,10 +12,10 @@ import trio
 from trio.testing import MockClock
 
 from tests.indexer.kit import BUCKET, POOL_BYTES
+from tests.indexer.snapshot_parts import PARTS, part_of_snapshot
 from upr_protocol.chunk import Chunk, Mutation
 from upr_protocol.client import (
     Address,
-    ChunkReceived,
     Event,
     ReceivedKeysLimits,
     ResumeState,
@@ -37,15 +37,6 @@ def position(seq: int) -> Position:
 
 
 PARTITION = PartitionId(0)
-PARTS = 16
-"""How many parts of snapshots fill a pool. A node sends one snapshot at a time, so each part is
-from another node."""
-
-
-def part_of_snapshot(partition: PartitionId, nbytes: int) -> ChunkReceived:
-    """A chunk with one change of so many bytes, which does not end its snapshot."""
-    row = Mutation(Operation.SET, b"k%d" % partition, b"v" * nbytes, SeqNo(1), Cas(1))
-    return ChunkReceived(partition, Chunk.build([row]))
 
 
 class ConsumerAtPositions:

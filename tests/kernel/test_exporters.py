@@ -13,8 +13,8 @@ import pytest
 
 from tests.kernel.builds import BUILDS, Outcome, outcome
 from tests.kernel.exporters import exporter_of
+from tests.kernel.row_columns import columns, offsets
 from tests.kernel.targets import RUN
-from tests.kernel.test_split_rows import columns, offsets
 from upr_kernel import ChunkDefectError, Defect
 from upr_kernel.pure.columns import Columns
 from upr_protocol.chunk import Chunk, Mutation, chunk_of_plain_sets

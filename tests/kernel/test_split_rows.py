@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from array import array
-from itertools import accumulate
 from typing import Any, Final
 
 import pytest
@@ -11,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.kernel.builds import BUILDS, agreed
+from tests.kernel.row_columns import columns
 from upr_kernel import Defect
 from upr_protocol.chunk import Chunk, Mutation
 from upr_protocol.hashing import partition_of
@@ -28,25 +28,6 @@ ROWS: Final = st.lists(
     ),
     max_size=12,
 )
-
-
-def offsets(strings: list[bytes], begin: int) -> bytes:
-    return array("q", accumulate(map(len, strings), initial=begin)).tobytes()
-
-
-def columns(rows: list[Mutation], before: bytes = b"") -> tuple[bytes, ...]:
-    """The columns of some rows; their strings stand behind others."""
-    keys, values = [row.key for row in rows], [row.value for row in rows]
-    return (
-        offsets(keys, len(before)),
-        before + b"".join(keys) + before,
-        offsets(values, len(before)),
-        before + b"".join(values),
-        bytes(row.op for row in rows),
-        array("Q", [row.cas for row in rows]).tobytes(),
-        array("I", [row.flags for row in rows]).tobytes(),
-        array("I", [row.expiry for row in rows]).tobytes(),
-    )
 
 
 @given(st.lists(ROWS, max_size=4), st.integers(1, 40), st.binary(max_size=9), st.booleans())

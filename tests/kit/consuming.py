@@ -6,7 +6,12 @@ from collections.abc import AsyncIterator
 from typing import TypeVar
 
 from tests.kit.fake_server import FakeServer
-from upr_protocol.client import CycleCompleted
+from tests.kit.mirror import Mirror
+from upr_protocol.client import (
+    Consumer,
+    CycleCompleted,
+    Event,
+)
 
 T = TypeVar("T")
 
@@ -26,3 +31,17 @@ def fill_one_partition(server: FakeServer, count: int, value: bytes = b"v") -> N
     server.partitions = server.partitions[:1]
     for index in range(count):
         server.put(b"%d" % index, value)
+
+
+async def follow(consumer: Consumer, mirror: Mirror) -> None:
+    async for event in consumer:
+        mirror.apply(event)
+
+
+async def until(consumer: Consumer, kind: type[Event]) -> list[Event]:
+    events: list[Event] = []
+    async for event in consumer:
+        events.append(event)
+        if isinstance(event, kind):
+            break
+    return events

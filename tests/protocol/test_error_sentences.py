@@ -14,7 +14,7 @@ from typing import Final, NamedTuple
 import pytest
 
 from tests.kit.process import ROOT
-from tests.protocol.session.test_sentences import PYTHON
+from tests.protocol.session.python_sentences import PYTHON
 
 PACKAGES: Final = (
     "upr_protocol/chunk",

@@ -29,8 +29,8 @@ from tests.kit.certificates import Certificates
 from tests.kit.memory_network import HOST, PARTITIONS, MemoryNetwork, check, node
 from tests.kit.process import children_of
 from tests.server.modelled_partition import Model
-from tests.server.test_reply_order import Reply, new_order
-from tests.server.test_step_writes import Recorder
+from tests.server.recorded_replies import Reply, new_order
+from tests.server.recorded_writes import Recorder
 from tests.storage.log_model import record_of
 from tests.storage.planes import BUCKET, create, some_write
 from upr_protocol.address import Address

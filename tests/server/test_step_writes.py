@@ -13,28 +13,11 @@ import trio
 import trio.testing
 
 from tests.server.connected_peer import Peer, connected, make_server, sets
+from tests.server.recorded_writes import Recorder
 from upr_protocol.ids import PartitionId
 from upr_protocol.wire import Credit, CycleEnd, Go, Noop, PartitionSnapshot
 from upr_server.app import Server
 from upr_server.net.step_writes import DIRECT_BYTES, DIRECT_MAX, WOKEN_MAX, StepWrites
-
-
-class Recorder:
-    """A connection that records how it is written to."""
-
-    def __init__(self, writes: StepWrites, nbytes: int = 10) -> None:
-        self.calls: list[str] = []
-        self._writes = writes
-        self._nbytes = nbytes
-
-    def wake_writer(self) -> None:
-        self.calls.append("woken")
-
-    def flush_now(self, now: float) -> int:
-        self.calls.append("written")
-        # When the write has made room, the writer must send the rest.
-        self._writes.add(self)
-        return self._nbytes
 
 
 def test_each_connection_is_written_to_once_at_the_end_of_a_step() -> None:

@@ -34,7 +34,7 @@ from tests.fuzz.tls import HELLO
 from tests.kit.certificates import Certificates, encrypted
 from tests.kit.process import ServerProcess, many_descriptors, server_process
 from tests.server.users import BOB, USERS
-from tests.system.test_tls import options
+from tests.system.certificate_options import options
 from upr_protocol.client import Client, Publisher, connect, publisher
 from upr_protocol.limits import HANDSHAKE_TIMEOUT_S
 from upr_protocol.security import Security

@@ -17,7 +17,7 @@ from tests.kit.history import Fault, History, Level
 from tests.kit.history import Final as FinalState
 from tests.kit.process import eventually
 from tests.kit.recorded import LEVELS, RecordedConsumer, RecordedPublisher, contents_of
-from tests.system.test_failover import NAMES, PARTITIONS, Cluster, Node, caught_up, cluster
+from tests.system.cluster import NAMES, PARTITIONS, Cluster, Node, caught_up, cluster
 from upr_protocol.client import connect
 from upr_protocol.client.operator import fail_over
 from upr_protocol.ids import PartitionId, PartitionState, SeqNo

@@ -17,16 +17,9 @@ from tests.kit.process import (
     run,
     server_process,
 )
+from tests.system.certificate_options import options
 from upr_protocol.client import connect
 from upr_protocol.ids import Durability
-
-
-def options(certificate: Certificate, *more: str) -> tuple[str, ...]:
-    """The options of a server with a certificate."""
-    return (
-        *("--tls-certificate", str(certificate.cert)),
-        *("--tls-key", str(certificate.key), *more),
-    )
 
 
 async def s_client(server: ServerProcess, *arguments: str) -> Finished:

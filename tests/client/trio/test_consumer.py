@@ -7,6 +7,7 @@ import trio
 import trio.testing
 from trio.testing import MockClock
 
+from tests.kit.consuming import follow, until
 from tests.kit.fake_net import FakeNet
 from tests.kit.fake_server import FakeServer
 from tests.kit.mirror import Mirror
@@ -16,7 +17,6 @@ from upr_protocol.client import (
     ChunkReceived,
     Consumer,
     CycleCompleted,
-    Event,
     SnapshotEnd,
     SnapshotStart,
     StreamEnded,
@@ -33,20 +33,6 @@ URL = "upr://fake/b"
 def fill(server: FakeServer, count: int, value: bytes = b"v", keys: int = 50) -> None:
     for index in range(count):
         server.put(b"key-%d" % (index % keys), value + b"-%d" % index)
-
-
-async def follow(consumer: Consumer, mirror: Mirror) -> None:
-    async for event in consumer:
-        mirror.apply(event)
-
-
-async def until(consumer: Consumer, kind: type[Event]) -> list[Event]:
-    events: list[Event] = []
-    async for event in consumer:
-        events.append(event)
-        if isinstance(event, kind):
-            break
-    return events
 
 
 async def test_a_consumer_gets_a_snapshot_of_each_partition_and_then_the_changes(

@@ -17,7 +17,7 @@ import pytest
 import trio
 from trio.testing import MockClock, wait_all_tasks_blocked
 
-from tests.client.trio.test_replica_consumer import as_replica
+from tests.client.trio.replica_consumers import as_replica
 from tests.kit.consuming import fill_one_partition, until_completed
 from tests.kit.fake_net import FakeNet
 from tests.kit.fake_server import FakeServer

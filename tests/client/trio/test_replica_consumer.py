@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import random
-from contextlib import AbstractAsyncContextManager
-
 import pytest
 import trio
 from trio.testing import MockClock
 
+from tests.client.trio.replica_consumers import URL, as_replica
 from tests.kit.consuming import fill_one_partition, until_completed
 from tests.kit.fake_net import FakeNet
 from tests.kit.fake_server import FakeServer
@@ -22,25 +20,12 @@ from upr_protocol.client import (
     SnapshotStart,
     StreamAccepted,
     consume,
-    consume_as_replica,
 )
 from upr_protocol.errors import ServerError, Status
-from upr_protocol.ids import HistoryId, PartitionId, PartitionState, SeqNo
+from upr_protocol.ids import HistoryId, PartitionId, SeqNo
 from upr_protocol.wire import Message, ReplicaAck, Stream
 
-URL = "upr://fake/b"
 P = PartitionId(0)
-
-
-def as_replica(net: FakeNet) -> AbstractAsyncContextManager[ReplicaConsumer]:
-    return consume_as_replica(
-        URL,
-        state=PartitionState.ACTIVE,
-        identity="replica:n",
-        retry_timeout_s=60,
-        dial=net.dial,
-        draw=random.Random(1).random,
-    )
 
 
 async def test_answers_come_before_the_end_of_their_snapshot(

@@ -14,7 +14,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from trio.testing import MockClock
 
-from tests.client.trio.test_consumer import follow, until
+from tests.kit.consuming import follow, until
 from tests.kit.effort import effort
 from tests.kit.fake_cluster import FakeCluster
 from tests.kit.mirror import Mirror

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.indexer.pure.hostile_expressions import DOCUMENT, HOSTILE
 from upr_server.indexer.pure.definition import IndexDefinition
 from upr_server.indexer.pure.expressions import (
     LENGTH_MAX,
@@ -18,23 +19,6 @@ from upr_server.indexer.pure.expressions import (
 )
 from upr_server.indexer.pure.extractor import AVERAGE_WORK_MAX, EXCESS_WORK_MAX, Extractor
 from upr_server.indexer.pure.interpreter import WORK_MAX, BoundedInterpreter, CostlyError
-
-DOCUMENT: Final = {"a": "x" * 1000, "s": "x", "n": [3, 1, 2], "o": {"p": [{"q": 1}, {"q": "y"}]}}
-
-HOSTILE: Final = (
-    "s" + "|join('',[@,@])" * 31,
-    "s" + "|[@,@]" * 22,
-    "n" + "|[@,@][]" * 40,
-    "n" + "|[@,@,@,@,@,@,@,@,@,@][]" * 12,
-    "to_string(n" + "|[@,@]" * 30 + ")",
-    "(n" + "|[@,@]" * 30 + ") == (n" + "|[@,@]" * 30 + ")",
-    "contains(n" + "|[@,@]" * 30 + ", `1`)",
-    "n" + "|[@,@,@,@,@,@,@,@][]" * 5 + "|" + "map(&length(@), [@,@])[]",
-    "o" + "|{a: @, b: @}" * 40,
-    "join(a, n[*]" + "|[@,@,@,@,@,@,@,@][]" * 4 + "|[*].to_string(@))",
-    "a" + "|join(@,['','',''])" * 20,
-    "n" + "|[@,@,@,@,@,@,@,@,@][]" * 3 + "|[[@],[@],[@]][]" * 3 + "[*].[@[:],@[:]]" * 6,
-)
 
 
 @pytest.mark.parametrize("text", HOSTILE)

@@ -2,22 +2,14 @@
 
 from __future__ import annotations
 
-import re
-from typing import Final
-
 import pytest
 
 from tests.protocol.session.kit import SAMPLES, Pair, chunk, hello, start
+from tests.protocol.session.python_sentences import PYTHON
 from upr_protocol.errors import LocalProtocolError, ProtocolError, RemoteProtocolError
 from upr_protocol.ids import PartitionId
 from upr_protocol.session import ClientSession, SessionState
 from upr_protocol.wire import MESSAGES, Barrier, BarrierReply, Message
-
-PYTHON: Final = re.compile(
-    r"unpack|codec|Error\b|position \d|valid [A-Z]|out of range|None\b|\bb'|struct|construct|"
-    r"parsing|object|<class|stream read|byte string|FailoverLog\(|Position\("
-)
-"""What the exceptions of Python, of `struct` and of construct say."""
 
 
 def damaged(body: bytes) -> list[bytes]:

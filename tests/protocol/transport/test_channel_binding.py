@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.kit.certificates import Certificates, openssl
-from tests.protocol.transport.test_tls import linked
+from tests.protocol.transport.tls_links import linked
 from upr_protocol.transport.channel_binding import channel_binding, channel_binding_of_file
 
 

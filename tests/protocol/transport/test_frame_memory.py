@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.protocol.wire.test_frame import admit, frame_of
+from tests.protocol.wire.frames import admit, frame_of
 from upr_protocol.chunk import Buffer
 from upr_protocol.transport import FrameMemory, new_memory
 from upr_protocol.transport.frame_memory import BLOCK_BYTES, BLOCKS

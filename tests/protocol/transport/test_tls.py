@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import _ssl
 import ctypes
-import ssl
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -15,6 +14,7 @@ from hypothesis import strategies as st
 from trio.testing import MockClock, memory_stream_pair
 
 from tests.kit.certificates import Certificates, openssl
+from tests.protocol.transport.tls_links import contexts, linked
 from upr_protocol.chunk import Buffer
 from upr_protocol.errors import BrokenError, TlsError
 from upr_protocol.security import TlsSettings
@@ -23,13 +23,10 @@ from upr_protocol.transport import (
     NotTlsError,
     TlsLink,
     TlsStream,
-    channel_binding_of_file,
     client_context,
-    load_certificate,
     new_scratch,
     new_tls_scratch,
     read_some,
-    server_context,
     write_all,
 )
 from upr_protocol.transport.socket_io import unsent
@@ -43,29 +40,6 @@ from upr_protocol.transport.tls_link import (
     WRITE_BYTES_MAX,
 )
 from upr_protocol.wire import Hello
-
-
-def contexts(certificates: Certificates) -> tuple[ssl.SSLContext, ssl.SSLContext]:
-    """A client's and a server's."""
-    server = server_context(allows_tls_1_2=True)
-    load_certificate(
-        server, str(certificates.server.cert), str(certificates.server.key), ("cert", "key")
-    )
-    return client_context(TlsSettings(ca=str(certificates.authority.ca))), server
-
-
-def linked(certificates: Certificates) -> tuple[TlsLink, TlsLink]:
-    """A client and a server whose handshake is done."""
-    client_side, server_side = contexts(certificates)
-    client = TlsLink(client_side, "localhost")
-    server = TlsLink(server_side, None, channel_binding_of_file(str(certificates.server.cert)))
-    while not (client.is_established and server.is_established):
-        for link, peer in ((client, server), (server, client)):
-            if not link.is_established:
-                link.handshake()
-            if outgoing := link.take_outgoing():
-                peer.feed(outgoing)
-    return client, server
 
 
 @settings(max_examples=50)

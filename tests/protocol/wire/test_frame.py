@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from tests.kit.effort import effort
 from tests.protocol.strategies import U8, U16, U32
+from tests.protocol.wire.frames import admit, frame_of
 from tests.protocol.wire.strategies import MESSAGES_OF_ANY_KIND
 from upr_kernel import pack_header
 from upr_protocol.errors import RemoteProtocolError, Status
@@ -32,15 +33,6 @@ from upr_protocol.wire.frame import (
     padding,
     unpack_header,
 )
-
-
-def admit(header: Header) -> None:
-    """Everything is welcome."""
-
-
-def frame_of(body: bytes, opcode: int = 0x0E) -> bytes:
-    body += padding(len(body))
-    return pack_header(opcode, 0, 0, 0, len(body), crc32c(body)) + body
 
 
 def drain(buffer: FrameBuffer) -> list[tuple[Header, bytes]]:
