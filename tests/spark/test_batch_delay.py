@@ -17,11 +17,12 @@ from pyspark.sql.streaming.datasource import (
 )
 
 from tests.spark.bucket import change, put
+from tests.spark.manual_clock import Clock
+from tests.spark.model_buckets import Buckets
+from tests.spark.model_buckets import ranges_of as ranges_of_buckets
 from tests.spark.model_driver_client import ModelDriverClient
-from tests.spark.test_buckets import Buckets
-from tests.spark.test_buckets import ranges_of as ranges_of_buckets
-from tests.spark.test_read import until
-from tests.spark.test_stream_plan import options_of, ranges_of, write_rows
+from tests.spark.stream_reader import options_of, ranges_of, write_rows
+from tests.spark.waiting import until
 from upr_protocol.client import PartitionNumbers
 from upr_protocol.ids import PartitionId
 from upr_protocol.spark.batch_delay import BatchDelay
@@ -31,15 +32,6 @@ from upr_protocol.spark.read_options import DELAY_S_DEFAULT
 from upr_protocol.spark.schema import default_schema
 
 ENOUGH = 10
-
-
-class Clock:
-    """A clock that is set by hand."""
-
-    now_s = 1000.0
-
-    def __call__(self) -> float:
-        return self.now_s
 
 
 @given(st.lists(st.tuples(st.integers(0, 12), st.integers(0, 40)), max_size=30))

@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from pyarrow import parquet
 from pyspark.sql import types
 
+from tests.spark.schemas import schema_of
 from upr_protocol.chunk import Chunk, CounterDelta, Mutation
 from upr_protocol.client.core.publish_options import IN_FLIGHT_DEFAULT
 from upr_protocol.errors import Status
@@ -45,23 +46,6 @@ from upr_server.engine.snapshots.document_list import PUBLISHED_BYTES_MAX
 
 PARTITIONS = 7
 URL = "upr://host:1/b"
-
-
-TYPES = {
-    "string": types.StringType(),
-    "binary": types.BinaryType(),
-    "int": types.IntegerType(),
-    "long": types.LongType(),
-    "date": types.DateType(),
-    "timestamp": types.TimestampType(),
-    "interval": types.DayTimeIntervalType(),
-}
-
-
-def schema_of(text: str) -> types.StructType:
-    """The schema of "name type, name type", without asking a JVM."""
-    fields = [field.split() for field in text.split(", ")]
-    return types.StructType([types.StructField(name, TYPES[kind]) for name, kind in fields])
 
 
 def options(schema: str = "key string, value string", **options_given: object) -> WriteOptions:

@@ -22,9 +22,10 @@ from tests.kit.differences import differences
 from tests.kit.effort import effort
 from tests.spark.bucket import contents, contents_of_rows
 from tests.spark.driver import JOB, Job, chain
+from tests.spark.driver_process import DRIVER_S, driver, log_of
+from tests.spark.durable_keys import durable_client
 from tests.spark.server import blocking_server
-from tests.spark.test_kill import DRIVER_S, driver, log_of
-from tests.spark.test_read import durable_client, until
+from tests.spark.waiting import until
 from upr_protocol.chunk import Mutation
 from upr_protocol.client import BlockingClient
 from upr_protocol.ids import Operation

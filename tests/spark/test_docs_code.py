@@ -15,9 +15,9 @@ from pyspark.sql import DataFrame, SparkSession
 from tests.indexer.processes import indexer_process
 from tests.kit.documents import SHELL, code_of, run_python
 from tests.kit.process import ROOT
+from tests.spark.bucket_values import contents
 from tests.spark.server import BlockingServer, blocking_server
-from tests.spark.test_read import until
-from tests.spark.test_writer import contents
+from tests.spark.waiting import until
 from upr_protocol.cli import main
 from upr_protocol.client import IndexClient
 

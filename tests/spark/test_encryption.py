@@ -7,8 +7,8 @@ from pyspark.errors import PySparkException
 from pyspark.sql import SparkSession
 
 from tests.kit.certificates import Certificates
+from tests.spark.reads import load
 from tests.spark.server import blocking_server
-from tests.spark.test_read import load
 from upr_protocol.client import Address, BlockingClient
 from upr_protocol.security import Security
 

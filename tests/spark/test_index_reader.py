@@ -18,7 +18,8 @@ from pyspark.sql.types import LongType, StringType, StructField, StructType
 from tests.indexer.processes import indexer_process
 from tests.spark.bucket import change
 from tests.spark.model_driver_client import ModelDriverClient
-from tests.spark.test_read import load, until
+from tests.spark.reads import load
+from tests.spark.waiting import until
 from upr_protocol.chunk import Mutation
 from upr_protocol.client import IndexClient, IndexEntry, IndexerError, IndexPage, Item
 from upr_protocol.errors import BrokenError, CredentialsError, UprError

@@ -5,12 +5,8 @@ from __future__ import annotations
 
 import random
 import signal
-import subprocess
-import sys
 import threading
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -21,50 +17,18 @@ from pyspark.sql import DataFrame, SparkSession
 
 from tests.kit.differences import differences
 from tests.kit.effort import THOROUGH, thorough
-from tests.kit.process import ROOT, environment
 from tests.spark.driver import JOB, Job, stream
+from tests.spark.driver_process import DRIVER_S, driver, log_of
+from tests.spark.durable_keys import durable_client, keys_of, overwrite
 from tests.spark.server import blocking_server
-from tests.spark.test_read import durable_client, keys_of, overwrite, until
+from tests.spark.waiting import until
 from upr_protocol.chunk import Mutation
 from upr_protocol.client import BlockingClient
 from upr_protocol.ids import Operation
 
 PARTITIONS = 1024
 """With this many partitions, each is compacted though little of it is garbage."""
-
 KEYS = keys_of(5, PARTITIONS, 10) + keys_of(700, PARTITIONS, 10)
-DRIVER_S = 300.0
-"""One with executors starts five JVMs and a dozen Pythons, on two cores or on one."""
-
-
-@contextmanager
-def driver(job: Job) -> Iterator[subprocess.Popen[bytes]]:
-    """A driver that does a job; what is left of it in the end is killed. What it says goes into a
-    file: a pipe that nobody reads would stop it, and each worker that dies is a page."""
-    with log_of(job).open("wb") as log:
-        process = subprocess.Popen(
-            (
-                sys.executable,
-                "-c",
-                "from tests.spark.driver import main; main()",
-                msgspec.json.encode(job),
-            ),
-            cwd=ROOT,
-            env=environment(PYSPARK_PYTHON=sys.executable, PYTHONPATH=str(ROOT)),
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
-    try:
-        yield process
-    finally:
-        process.kill()
-        process.wait()
-
-
-def log_of(job: Job) -> Path:
-    """Where a driver's output goes."""
-    return Path(job.folder, "driver.log")
 
 
 def run(job: Job) -> int:

@@ -15,9 +15,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pyarrow import parquet
 
+from tests.spark.bucket_values import contents
+from tests.spark.schemas import schema_of
 from tests.spark.server import BlockingServer
-from tests.spark.test_batches import schema_of
-from tests.spark.test_writer import contents
 from upr_protocol.chunk import Chunk
 from upr_protocol.ids import PartitionId
 from upr_protocol.spark import prepared_rows, writer

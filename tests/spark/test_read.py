@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import random
-import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
@@ -27,11 +25,14 @@ from pyspark.sql.types import (
 
 from tests.kit.effort import effort
 from tests.spark.bucket import made_anew
+from tests.spark.durable_keys import durable_client, keys_of, overwrite
+from tests.spark.reads import load
 from tests.spark.server import BlockingServer
+from tests.spark.waiting import until
 from upr_protocol.chunk import Mutation
 from upr_protocol.client import BlockingClient, ChunkReceived, SnapshotStart, consume
 from upr_protocol.hashing import partition_of
-from upr_protocol.ids import Durability, Operation
+from upr_protocol.ids import Operation
 from upr_protocol.limits import VALUE_BYTES_MAX
 from upr_protocol.spark.errors import OptionError
 from upr_protocol.spark.read_options import ReadOptions
@@ -39,30 +40,7 @@ from upr_protocol.spark.schema import check_schema
 
 FAR = (1 << 32) - 1
 """The latest expiry time there is, and the largest flags."""
-
 NewBucket = Callable[..., str]
-WAIT_S = 60.0
-
-
-def load(spark: SparkSession, url: str, schema: str = "", **options: object) -> DataFrame:
-    reader = spark.read.format("upr").option("url", url)
-    for name, value in options.items():
-        reader = reader.option(name, str(value))
-    return (reader.schema(schema) if schema else reader).load()
-
-
-@contextmanager
-def durable_client(url: str) -> Iterator[BlockingClient]:
-    with BlockingClient(url, durability=Durability.PERSISTED) as client:
-        yield client
-
-
-def until(condition: Callable[[], bool], description: str, wait_s: float = WAIT_S) -> None:
-    """Waits until `condition` is true, of something that can only be asked and does not tell."""
-    deadline = time.monotonic() + wait_s
-    while not condition():
-        assert time.monotonic() < deadline, f"not yet: {description}"
-        threading.Event().wait(0.05)
 
 
 async def consumed(url: str) -> list[tuple[Any, ...]]:
@@ -279,32 +257,6 @@ def test_all_that_was_acknowledged_is_there(spark: SparkSession, new_bucket: New
         for index in range(10):
             client.set(f"key {index}", str(index))
             assert load(spark, url, "key binary").count() == index + 1
-
-
-def overwrite(client: BlockingClient, keys: list[str], until_compacted: int) -> None:
-    """Writes keys again and again, until so many more compactions were done."""
-    draw = random.Random(2)
-
-    def compactions() -> int:
-        bucket = client.address.bucket
-        return int(client.stats(bucket)["disk"]["compactions"])
-
-    for _ in range(until_compacted):
-        before = compactions()
-        for _ in range(3):
-            client.apply(
-                Mutation(Operation.SET, key.encode(), draw.randbytes(20_000)) for key in keys
-            )
-        # It is looked after when nothing is written for a moment.
-        until(lambda before=before: compactions() > before, "a compaction")  # type: ignore[misc]
-
-
-def keys_of(partition: int, partitions: int, count: int) -> list[str]:
-    candidates = (f"key {index}" for index in range(10_000_000))
-    partition_keys = (
-        key for key in candidates if partition_of(key.encode(), partitions) == partition
-    )
-    return [next(partition_keys) for _ in range(count)]
 
 
 def test_actions_on_one_frame_agree_while_keys_are_overwritten_and_compacted(

@@ -14,8 +14,8 @@ from pyspark.sql import DataFrame, SparkSession
 
 from tests.kit.effort import effort
 from tests.spark.bucket import contents, contents_of_rows
+from tests.spark.durable_keys import durable_client
 from tests.spark.server import BlockingServer, blocking_server
-from tests.spark.test_read import durable_client
 from upr_protocol.chunk import Mutation
 from upr_protocol.ids import Operation
 from upr_protocol.spark.recipes import LatestState

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.spark.test_batch_delay import Clock
+from tests.spark.manual_clock import Clock
 from upr_protocol.ids import PartitionId, SeqNo
 from upr_protocol.spark.stream_backlog import MOMENTS_MAX, BacklogAge, StreamBacklog
 

@@ -14,8 +14,8 @@ from pyspark.errors import PySparkException
 from pyspark.sql import DataFrame, SparkSession
 
 from tests.kit.process import ROOT, environment
+from tests.spark.bucket_values import contents
 from tests.spark.increments import ONE_TASK, TWO_TASKS, Failing, count, put_increments
-from tests.spark.test_writer import contents
 from upr_protocol.client import BlockingClient
 
 NewBucket = Callable[..., str]

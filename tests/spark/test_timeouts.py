@@ -11,8 +11,8 @@ import pyarrow as pa
 import pytest
 from pyspark.sql import types
 
+from tests.spark.durable_keys import durable_client
 from tests.spark.server import blocking_server
-from tests.spark.test_read import durable_client
 from upr_protocol.client import BlockingClient
 from upr_protocol.failover import FailoverEntry, FailoverLog
 from upr_protocol.ids import HistoryId, PartitionId, SeqNo

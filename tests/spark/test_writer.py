@@ -15,7 +15,7 @@ from pyarrow import parquet
 from pyspark.errors import AnalysisException, PySparkException
 from pyspark.sql import DataFrame, SparkSession, types
 
-from tests.kit.mirror import Mirror
+from tests.spark.bucket_values import contents
 from tests.spark.interrupted import (
     ROWS,
     Changing,
@@ -26,17 +26,15 @@ from tests.spark.interrupted import (
     write_increments,
 )
 from tests.spark.server import BlockingServer, blocking_server
-from upr_protocol.client import BlockingClient, BlockingConsumer
+from upr_protocol.client import BlockingClient
 from upr_protocol.spark.errors import PipelineError
 from upr_protocol.spark.write_options import WriteOptions
 from upr_protocol.spark.writer import StreamWriter
 
 NewBucket = Callable[..., str]
-
 SCHEMA = types.StructType(
     [types.StructField(name, types.StringType()) for name in ("key", "value")]
 )
-
 MOMENT = dt.datetime(2024, 1, 31, 12, 0, 0, 5, dt.UTC)
 
 
@@ -45,15 +43,6 @@ def write(frame: DataFrame, url: str, **options: object) -> None:
     for name, value in options.items():
         writer = writer.option(name, str(value))
     writer.save()
-
-
-def contents(url: str) -> dict[bytes, bytes]:
-    """Every item of a bucket."""
-    mirror = Mirror()
-    with BlockingConsumer(url, end="now") as consumer:
-        for event in consumer:
-            mirror.apply(event)
-    return mirror.contents
 
 
 def items(count: int, first: int = 0) -> dict[bytes, bytes]:
