@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import count
 
-from upr_protocol.chunk import Chunk, Mutation, chunk_of_plain_sets
+from upr_protocol.chunk import Chunk, CounterDelta, Mutation, chunk_of_plain_sets
+from upr_protocol.errors import Status
 from upr_protocol.ids import HistoryId, Operation, SeqNo
 from upr_server.engine import (
     NOTHING_FETCHED,
@@ -17,6 +18,7 @@ from upr_server.engine import (
     Partition,
     SnapshotEndItem,
     SnapshotStartItem,
+    WriterToken,
     batch_of,
 )
 
@@ -122,3 +124,29 @@ def read(partition: Partition, start: int = 0) -> str:
     text = transcript(items(cursor))
     cursor.close()
     return text
+
+
+MAXIMUM = (1 << 64) - 1
+SET, DELETE, ADD, REPLACE = Operation.SET, Operation.DELETE, Operation.ADD, Operation.REPLACE
+APPEND, PREPEND, TOUCH = Operation.APPEND, Operation.PREPEND, Operation.TOUCH
+INCREMENT, DECREMENT = Operation.INCREMENT, Operation.DECREMENT
+
+
+def delta(by: int = 1, initial: int = 0, create: bool = True) -> bytes:
+    return CounterDelta(by, initial, create).encode()
+
+
+def value_of(partition: Partition, key: bytes = b"k", now: float = NOW) -> bytes | None:
+    item = get_item(partition, key, now)
+    return None if item is None else item.value
+
+
+def failures_of(
+    partition: Partition, *rows: Mutation, now: float = NOW
+) -> Sequence[tuple[int, Status]]:
+    return send(partition, *rows, now=now).failures
+
+
+def put_as(partition: Partition, counter: int, writer: int = 0) -> MutateResult:
+    token = WriterToken(writer.to_bytes(16, "little"), counter)
+    return partition.mutate(batch_of(chunk_of_plain_sets([b"k"], [b"v"]), token), now=NOW)

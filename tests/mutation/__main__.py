@@ -214,7 +214,12 @@ CONCERNS: Final = (
     Concern(
         "upr_server/replication",
         ("tests/replication",),
-        slow=("tests/replication/test_replication.py",),
+        slow=(
+            "tests/replication/test_failovers.py",
+            "tests/replication/test_replicated_writes.py",
+            "tests/replication/test_replication.py",
+            "tests/replication/test_restarts.py",
+        ),
         wider=(SIMULATED_SEEDS, "tests/server"),
     ),
     Concern(

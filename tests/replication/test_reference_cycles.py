@@ -9,7 +9,7 @@ from typing import Final
 from tests.kit.cluster import TestCluster, cluster
 from tests.kit.process import eventually
 from tests.kit.reference_cycles import no_collections
-from tests.replication.test_replication import check_copies_are_equal, write
+from tests.replication.written_cluster import check_copies_are_equal, write
 
 OF_A_REPLICATOR: Final = (
     *("Replicator", "SourceStreams", "ReplicaConsumer", "ConsumerStreams", "ConnectionPool"),
