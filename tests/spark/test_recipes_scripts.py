@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from deltalake import DeltaTable
@@ -179,6 +179,23 @@ def script_without_java(*arguments: str) -> subprocess.CompletedProcess[str]:
         timeout=PATIENCE_S,
         check=False,
     )
+
+
+def test_a_spark_that_does_not_start_is_told_in_a_sentence(
+    spark: SparkSession, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As for a setting that Java refuses: the memory of executors, or a master."""
+
+    def start(_: str) -> SparkSession:
+        assert spark._jvm is not None
+        return cast("SparkSession", spark._jvm.java.io.FileInputStream("/nowhere"))
+
+    monkeypatch.setattr(command, "spark_session", start)
+    parser = ArgumentParser("snapshot")
+    assert command.run(parser, lambda *_: pytest.fail("it did something"), []) == command.FAILED
+    error_text = capsys.readouterr().err
+    assert error_text.startswith("snapshot: Spark does not start: java.io.FileNotFoundException:")
+    assert error_text.count("\n") == 1
 
 
 def test_back_and_forth(

@@ -253,6 +253,13 @@ def run(
         where = f"{error.filename}: " if error.filename else ""
         say(f"{arguments.prog}: {where}{error.strerror or error}")
         return FAILED
+    except Exception as error:
+        # Of the bridge to the JVM, for instance about a setting that Java refuses.
+        java_error = getattr(error, "java_exception", None)
+        if spark is not None or java_error is None:
+            raise
+        say(f"{arguments.prog}: Spark does not start: {str(java_error).splitlines()[0]}")
+        return FAILED
     finally:
         if spark is not None and is_ours:
             spark.stop()
