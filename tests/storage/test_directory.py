@@ -110,7 +110,7 @@ def test_a_bucket_whose_files_cannot_be_made_can_be_created_later(
     assert failures >= 8
     assert len(sentences) == (0 if error_number == errno.ENOSPC else failures)
     is_told = error_number == errno.EMFILE
-    assert all(("ulimit -n" in sentence) == is_told for sentence in sentences)
+    assert all(("ulimit -Hn" in sentence) == is_told for sentence in sentences)
 
 
 def test_a_bucket_that_cannot_be_opened_is_not_left(

@@ -19,7 +19,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from upr_server.storage.errors import CorruptionError, DiskFullError, StoreFailedError
+from upr_server.storage.errors import (
+    CorruptionError,
+    DataDirectoryError,
+    DiskFullError,
+    StoreFailedError,
+)
 from upr_server.storage.lmdb_file import check_length, read_last_commit
 from upr_server.storage.lmdb_ordered_map import LmdbOrderedMap
 from upr_server.storage.lmdb_space import MAP_BYTES_DEFAULT
@@ -270,6 +275,20 @@ def test_a_map_that_cannot_be_opened_raises(tmp_path: Path) -> None:
     (tmp_path / "data.mdb").write_bytes(b"something else" * 1_000)
     with pytest.raises(CorruptionError, match="cannot be opened"):
         LmdbOrderedMap(tmp_path, bytes_max=MAP_BYTES)
+
+
+def test_a_map_for_which_there_is_no_file_left_says_what_to_do(tmp_path: Path) -> None:
+    soft_limit, hard_limit = resource.getrlimit(resource.RLIMIT_NOFILE)
+    first_free = os.dup(0)
+    os.close(first_free)
+    # A map takes three.
+    resource.setrlimit(resource.RLIMIT_NOFILE, (first_free + 2, hard_limit))
+    try:
+        with pytest.raises(DataDirectoryError, match=r"Too many open files; raise the limit of"):
+            LmdbOrderedMap(tmp_path)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft_limit, hard_limit))
+    LmdbOrderedMap(tmp_path).close()
 
 
 def test_every_flipped_version_of_the_meta_pages_is_damage(tmp_path: Path) -> None:

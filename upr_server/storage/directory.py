@@ -38,7 +38,7 @@ from upr_server.storage.errors import (
     StorageError,
 )
 from upr_server.storage.event_queue_file import EventQueueFile
-from upr_server.storage.lmdb_ordered_map import LmdbOrderedMap
+from upr_server.storage.lmdb_ordered_map import NO_FILE_LEFT, OPEN_FILES_ADVICE, LmdbOrderedMap
 from upr_server.storage.ordered_map import OrderedMap
 from upr_server.storage.records import FORMAT_VERSION
 from upr_server.storage.users_file import UsersFile
@@ -165,8 +165,8 @@ def _check_ours(path: Path) -> None:
 
 def _advice(error: OSError) -> str:
     """What helps where the system refuses to make files."""
-    if error.errno in (errno.EMFILE, errno.ENFILE):
-        return "raise the limit of open files (`ulimit -n`), or delete buckets"
+    if error.errno in NO_FILE_LEFT:
+        return OPEN_FILES_ADVICE
     if error.errno == errno.EROFS:
         return "mount its file system for writing"
     if error.errno == errno.EFBIG:

@@ -44,6 +44,12 @@ MAP_BYTES_TO_SPARE: Final = 256 * 1024 * 1024
 file systems change their size with every write of somebody else, and to map a file again costs as
 much as touching its pages again; so the map does not follow each change."""
 
+NO_FILE_LEFT: Final = (errno.EMFILE, errno.ENFILE)
+"""The errors of a process, or a system, that may open no more files."""
+
+OPEN_FILES_ADVICE: Final = "raise the limit of open files (`ulimit -Hn`), or delete buckets"
+"""What helps then: a map takes three files."""
+
 LOCK_BYTES: Final = 64 * 1024
 """More than LMDB's lock file takes."""
 
@@ -164,7 +170,10 @@ class LmdbOrderedMap:
                 if self._is_derived and code <= 0:
                     raise self._damage(f"cannot be opened: {error}") from error
                 raise CorruptionError(f"{self._path} cannot be opened: {error}") from error
-            raise DataDirectoryError(f"{self._path} cannot be opened: {error}") from error
+            text = f"{self._path} cannot be opened: {error}"
+            if code in NO_FILE_LEFT:
+                text = f"{self._path} cannot be opened: {os.strerror(code)}; {OPEN_FILES_ADVICE}"
+            raise DataDirectoryError(text) from error
 
     def _check_room_for_lock(self) -> None:
         """LMDB writes its lock file through a memory map. Without room for a new one, that would
