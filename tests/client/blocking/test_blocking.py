@@ -231,6 +231,27 @@ def test_a_publisher_waits_for_a_server_that_its_client_has_reached(fake: Thread
     assert dialled == 3
 
 
+def test_apply_waits_for_a_server_that_its_client_has_reached(
+    fake: ThreadedFake, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(blocking_connection, "_UNREAD_S", 0.0)
+
+    async def wait_for_the_end() -> None:
+        await eventually(lambda: not fake.server.connections, "the server has ended them")
+
+    def start_again(_: float) -> None:
+        fake.down = False
+
+    with BlockingClient(URL, dial=fake.dial, sleep=start_again) as kv:
+        kv.set("k", "v")
+        fake.down = True
+        fake.cut()
+        fake.thread.run(wait_for_the_end)
+        (result,) = kv.apply([Mutation(Operation.SET, b"k", b"w")])
+        assert isinstance(result, WriteResult)
+    assert fake.server.contents() == {b"k": b"w"}
+
+
 def test_a_server_that_was_away_while_nobody_published_is_published_to(fake: ThreadedFake) -> None:
     chunk = chunk_of_plain_sets([b"k"], [b"v"])
     with client(fake, retry_timeout_s=0.05) as kv:

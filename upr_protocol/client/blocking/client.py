@@ -495,6 +495,8 @@ class BlockingClient(KeyOperations[WriteResult]):
             ServerError: A key or value is longer than any server takes: operations before it may be
                 carried out.
         """
+        if self._dispatcher.connections.was_connected:
+            self.connect()  # the server may be starting again
         operations = OperationBatches(mutations, self.partition_count)
         self.publish_each(operations.batches(), operations.note_answered, writer=writer)
         return operations.results()
