@@ -143,6 +143,28 @@ async def test_what_came_over_an_earlier_connection_is_applied_before_the_next_r
     assert waiting == [False, False]
 
 
+async def test_an_indexer_waits_for_a_server_that_stops_or_has_too_many_connections(
+    tmp_path: Path, autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An indexer, or a worker, that was started while the server stopped ended the indexer."""
+    pool = MemoryPool(POOL_BYTES)
+    stream = a_stream(tmp_path, pool, Pipeline(pool, worker_thread()))
+    statuses = [Status.SHUTTING_DOWN, Status.TOO_MANY, Status.SHUTTING_DOWN, Status.NO_BUCKET]
+    asked_at: list[float] = []
+
+    @asynccontextmanager
+    async def refused(*_args: Any, **_options: Any) -> AsyncIterator[Any]:
+        await trio.lowlevel.checkpoint()
+        asked_at.append(trio.current_time())
+        raise ServerError(statuses[len(asked_at) - 1], "")
+        yield
+
+    monkeypatch.setattr(stream_module, "connect", refused)
+    with pytest.raises(ServerError, match="create the bucket first"):
+        await stream.run()
+    assert asked_at == pytest.approx([asked_at[0] + index for index in range(4)], abs=0.1)
+
+
 async def test_an_indexer_waits_for_streams_above_its_users_limit(
     tmp_path: Path, autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:

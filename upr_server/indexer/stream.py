@@ -43,6 +43,12 @@ STREAM_RETRY_S: Final = 1.0
 LIMIT_RETRY_S: Final = 10.0
 """The pause where the server refuses streams because the user has too many: others may end."""
 
+_PASSING_REFUSALS: Final = frozenset(
+    {Status.SHUTTING_DOWN, Status.TOO_MANY, Status.TEMPORARY_FAILURE}
+)
+"""What a server that stops, or has too much to do, answers to who connects just then. A consumer
+that is connected tries again by itself."""
+
 NEVER: Final = SaveLimits(math.inf, math.inf, math.inf)
 """The indexes save what was applied with their entries; the consumer need not save by itself."""
 
@@ -50,7 +56,8 @@ NEVER: Final = SaveLimits(math.inf, math.inf, math.inf)
 def pause_before_retry_s(error: UprError) -> float:
     """How long to wait before reading again. Says why in the log. Raises the error if to read again
     does not help."""
-    if isinstance(error, BrokenError):
+    is_passing = isinstance(error, ServerError) and error.status in _PASSING_REFUSALS
+    if is_passing or isinstance(error, BrokenError):
         log.warning("server unreachable; retrying", error=str(error))
         return STREAM_RETRY_S
     if isinstance(error, ServerError) and error.status is Status.LIMIT_REACHED:
