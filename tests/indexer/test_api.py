@@ -460,6 +460,7 @@ async def test_openapi_describes_every_route(site: Site) -> None:
         ("GET", "/v1/indexes/d/city/scan/", 404, "no_index", "d/city/scan/"),
         ("PATCH", "/v1/indexes", 405, "wrong_method", "GET"),
         ("GET", "/v1/indexes/d/city/scan", 405, "wrong_method", "scan takes POST, not GET"),
+        ("PUT", "/v1/indexes/d/city/scan", 405, "wrong_method", "scan takes POST, not PUT"),
     ],
 )
 async def test_a_request_for_nothing_is_refused_as_others_are(

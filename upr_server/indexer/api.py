@@ -437,9 +437,10 @@ def application(indexer: Indexer, access: HttpAccess) -> Starlette:
             route("PUT", design, Right.INDEX, handlers.create),
             route("DELETE", design, Right.INDEX, handlers.drop),
             route("GET", "/v1/indexes", Right.READ, handlers.indexes),
+            # Before the index: of routes that have the path, the first names the methods.
+            Route(index + SCAN_PATH, _Scan(indexer.scanner, access), methods=["POST"]),
             route("GET", index, Right.READ, handlers.index),
             route("DELETE", "/v1/moments/{moment}", Right.READ, handlers.release),
-            Route(index + SCAN_PATH, _Scan(indexer.scanner, access), methods=["POST"]),
             WebSocketRoute(PATH, _Link(indexer, access)),
         ],
         exception_handlers={HTTPException: _answer_no_route},
