@@ -13,10 +13,11 @@ import trio
 from h2.config import H2Configuration
 from h2.connection import H2Connection
 from h2.events import Event, ResponseReceived, StreamEnded
+from trio.testing import MockClock
 
 from tests.indexer.kit import until
 from upr_server.indexer import http_server
-from upr_server.indexer.http_server import answering_over_http
+from upr_server.indexer.http_server import IDLE_S, answering_over_http
 from upr_server.runtime import open_listeners
 
 RECEIVE_BYTES: Final = 4096
@@ -110,6 +111,51 @@ async def test_a_wrong_request_ends_its_own_connection_only(request_bytes: bytes
             await read_to_end(stream)
         assert b" 401 " in await answer_to(other)
         async with await trio.open_tcp_stream("127.0.0.1", port) as stream:
+            assert b" 401 " in await answer_to(stream)
+
+
+@pytest.mark.parametrize(
+    "request_bytes",
+    [
+        UPGRADE + b"\r\nUpgrade: websocket\r\n\r\n",
+        WRONG_REQUESTS["a frame of a web socket that is not accepted"],
+        over_http_2().data_to_send(),
+        b"GET /",
+    ],
+    ids=["half a web socket", "an early frame", "the beginning of HTTP/2", "half a request"],
+)
+async def test_a_connection_without_a_request_is_closed(
+    request_bytes: bytes, autojump_clock: MockClock
+) -> None:
+    """Nobody has to log in to have one. Those of one host stayed for ever, up to the limit."""
+    later_answer = b""
+    async with (
+        a_port() as port,
+        await trio.open_tcp_stream("127.0.0.1", port) as stream,
+    ):
+        with trio.fail_after(3 * IDLE_S):
+            await stream.send_all(request_bytes)
+            await read_to_end(stream)
+        async with await trio.open_tcp_stream("127.0.0.1", port) as other:
+            later_answer = await answer_to(other)
+    # Outside: if the server is cancelled with the connection, so is the body of its context.
+    assert b" 401 " in later_answer
+
+
+async def sleep_and_refuse(scope: Any, receive: Any, send: Any) -> None:
+    """An application that answers late."""
+    await trio.sleep(10 * IDLE_S)
+    await refuse(scope, receive, send)
+
+
+async def test_a_connection_is_not_closed_while_a_request_is_answered(
+    autojump_clock: MockClock,
+) -> None:
+    async with (
+        a_port(sleep_and_refuse) as port,
+        await trio.open_tcp_stream("127.0.0.1", port) as stream,
+    ):
+        for _ in range(2):
             assert b" 401 " in await answer_to(stream)
 
 

@@ -38,6 +38,11 @@ then, and a stop waits for it."""
 HANDSHAKE_TIMEOUT_S: Final = 10.0
 """How long a handshake of TLS may take."""
 
+IDLE_S: Final = 15.0
+"""A connection on which no request was under way for so long is closed. Hypercorn closes idle ones
+after 5 s, but not those on which it has refused a web socket itself, nor those that have sent only
+the first bytes of HTTP/2."""
+
 STOP_S: Final = 1.0
 """How long the requests under way may take at a stop."""
 
@@ -160,12 +165,49 @@ def _host_of(stream: Any) -> str:
     return network_of(f"{host}:{port}")
 
 
+class _Requests:
+    """The requests of one connection, and the links.
+
+    Args:
+        app: Answers them.
+    """
+
+    def __init__(self, app: AppWrapper) -> None:
+        self._app = app
+        self._under_way = 0
+        self._idle_since = trio.current_time()
+
+    async def __call__(
+        self, scope: Any, receive: Any, send: Any, sync_spawn: Any, call_soon: Any
+    ) -> None:
+        """Answers one, as the application does."""
+        self._under_way += 1
+        try:
+            await self._app(scope, receive, send, sync_spawn, call_soon)
+        finally:
+            self._under_way -= 1
+            self._idle_since = trio.current_time()
+
+    async def cancel_when_idle(self, scope: trio.CancelScope) -> None:
+        """Cancels a scope when none was under way for `IDLE_S`, or up to twice as long."""
+        is_idle = False
+        while not is_idle:
+            await trio.sleep(IDLE_S)
+            is_idle = not self._under_way and trio.current_time() >= self._idle_since + IDLE_S
+        scope.cancel()
+
+
 async def _serve_connection(
     app: AppWrapper, settings: hypercorn.Config, context: WorkerContext, stream: Any
 ) -> None:
     """Answers the requests of a connection. What goes wrong with it ends it, and nothing else."""
+    requests = _Requests(app)
     try:
-        await TCPServer(app, settings, context, {}, stream).run()
+        # The nursery raises again what ends its body: the scope must be outside.
+        with trio.CancelScope() as scope:
+            async with background_nursery() as nursery:
+                nursery.start_soon(requests.cancel_when_idle, scope)
+                await TCPServer(requests, settings, context, {}, stream).run()
     except* Exception as errors:  # noqa: BLE001
         # Without a traceback: a stranger could fill the log with them.
         log.warning("a connection has failed", failure=repr(first_failure(errors)))
