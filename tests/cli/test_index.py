@@ -136,6 +136,25 @@ def test_the_pages_of_a_scan_are_of_one_moment(
         assert "consistency" not in query
 
 
+@pytest.mark.parametrize(
+    ("options", "place", "sentence"),
+    [
+        (("--prefix", "a", "--prefix", "b"), "ranges[1].prefix", "--prefix: too many"),
+        (("--prefix", "a", "--range", "1", "2"), "ranges[1].low.key", "--range: too many"),
+        (("--range", "1", "2", "--from", "3"), "ranges[1].low.key", "--from: too many"),
+        (("--from", "3", "--to", "4"), "ranges[0].high.key", "--to: too many"),
+        (("--distinct", "2"), "distinct", "distinct: too many"),
+    ],
+)
+def test_an_error_about_a_range_names_its_option(
+    run: Run, options: tuple[str, ...], place: str, sentence: str
+) -> None:
+    failure = {"code": "bad_query", "message": f"{place}: too many", "place": place}
+    with a_node((400, json.dumps({"error": failure}).encode())) as node:
+        refusal = run("index", "scan", "d/i", *options, "--indexer", node.url, code=2)
+    assert refusal.stderr == f"upr: {sentence}\n"
+
+
 def test_a_bad_definition_is_refused_with_its_place(indexer: str, run: Run, tmp_path: Path) -> None:
     path = tmp_path / "design.json"
     path.write_text('{"indexes": {"i": {"key": ["a", "b["]}}}')
@@ -147,7 +166,13 @@ def test_a_bad_definition_is_refused_with_its_place(indexer: str, run: Run, tmp_
     ("arguments", "sentence"),
     [
         (("create", "d"), "give either a file or --index"),
-        (("create", "d", "--index", "x"), "write NAME=EXPRESSION"),
+        (("create", "d", "--index", "x"), "--index 'x' lacks a name; write NAME=EXPRESSION"),
+        (("create", "d", "--index", "=x"), "--index '=x' lacks a name; write NAME=EXPRESSION"),
+        (("create", "d", "--index", "x="), "--index 'x=' lacks an expression"),
+        (("create", "d", "--index", "x=a", "--filter", "x="), "--filter 'x=' lacks an expression"),
+        (("create", "d", "--index", "x=a", "--each", "x="), "--each 'x=' lacks an expression"),
+        (("create", "d", "/dev/zero"), "/dev/zero has more than 1,048,576 bytes, the limit of a"),
+        (("drop", "d/i"), "'d/i' names an index, and a design is dropped with all its indexes"),
         (("create", "d", "--index", "x=a", "--index", "x=b"), "the index 'x' is defined twice"),
         (("create", "d", "--index", "x=a", "--filter", "y=b"), "--filter y=… has no --index y="),
         (("create", "d", "file.json", "--filter", "y=b"), "leave out --filter"),
@@ -158,7 +183,12 @@ def test_a_bad_definition_is_refused_with_its_place(indexer: str, run: Run, tmp_
         (("scan", "d/i", "--to", "1e999"), "is not JSON: Number out of range"),
         (("scan", "d/i", "--from-exclusive", "--to", "5"), "--from-exclusive is about --from"),
         (("scan", "d/i", "--to-exclusive", "--range", "1", "5"), "--to-exclusive is about --to"),
+        (("scan", "d/i", "--prefix", '[["a", {}]]'), """'[["a", {}]]' has an object, and a key"""),
+        (("scan", "d/i", "--from", "[" * 500 + "]" * 500), "--from: such deep lists"),
         (("scan", "d/i", "--written", "1:2"), "write PARTITION:HISTORY:NUMBER"),
+        (("scan", "d/i", "--written", "1:2:-3"), "write PARTITION:HISTORY:NUMBER"),
+        (("scan", "d/i", "--written", "1024:2:3"), "PARTITION below 1024"),
+        (("scan", "d/i", "--written", "1:2:" + "9" * 19), "write PARTITION:HISTORY:NUMBER"),
         (("scan", "d/i", "--count", "--limit", "5"), "leave out --limit"),
         (("scan", "d/i", "--min", "--limit", "5"), "leave out --limit"),
         (("scan", "d/i", "--distinct", "0"), "0 is not from 1 to 16"),

@@ -270,7 +270,7 @@ def test_a_beginning_that_two_ranges_share_is_found_once(tmp_path: Path, descend
         ({"count": True, "limit": 5}, "limit", "exclude `limit`"),
         ({"min": True, "limit": 5}, "limit", "exclude `limit`"),
         ({"max": True, "continuation": "x"}, "continuation", "exclude `continuation`"),
-        ({"distinct": 4}, "distinct", "4 parts; keys of this index have 3"),
+        ({"distinct": 4}, "distinct", "4 parts are too many: keys of this index have 3"),
         ({"ranges": (), "prefix": [1]}, "ranges", "and not both"),
         ({"ranges": (Range(prefix=[1], low=Bound([2])),)}, "ranges[0].prefix", "and not both"),
         ({"ranges": (Range(), Range(high=Bound([{}])))}, "ranges[1].high.key", "an object"),

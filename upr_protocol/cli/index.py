@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
@@ -19,7 +20,7 @@ from upr_protocol.cli.parameters import json_option, number_type
 from upr_protocol.cli.security_options import SecurityCommand, security_of
 from upr_protocol.cli.standard_input import read_standard_input
 from upr_protocol.client import IndexClient, IndexerError, IndexRange, WriteResult
-from upr_protocol.ids import Cas, HistoryId, PartitionId, SeqNo
+from upr_protocol.ids import PARTITIONS_END, Cas, HistoryId, PartitionId, SeqNo
 
 INDEXER_URL_VARIABLE: Final = "UPR_INDEXER_URL"
 URL_DEFAULT: Final = "http://127.0.0.1:12080"
@@ -29,6 +30,14 @@ _BAD_INPUTS: Final = frozenset({"bad_definition", "bad_query"})
 
 _ENTRIES_MAX: Final = 10_000
 """The most entries of one answer."""
+
+_DESIGN_BYTES_MAX: Final = 1024 * 1024
+"""The longest design document."""
+
+_CHANGE: Final = re.compile(r"(\d{1,4}):([0-9a-fA-F]{1,16}):(\d{1,18})", re.ASCII)
+
+_RANGE_FIELD: Final = re.compile(r"ranges\[(\d+)\]\.(prefix|low|high)[^:]*: ")
+"""What the errors about a range begin with. Nobody has written it: each range is of an option."""
 
 
 _JSON_STARTS: Final = ("[", "{", '"')
@@ -128,14 +137,25 @@ def create(
         raise click.UsageError("give either a file or --index")
     if file is not None and (filters or each or includes):
         raise click.UsageError("a file has all in it; leave out --filter, --each and --include")
-    body: object
-    if file is None:
-        body = _design(indexes, filters, each, includes)
-    else:
-        body = read_standard_input() if file == "-" else Path(file).read_bytes()
+    body = _design(indexes, filters, each, includes) if file is None else _read_design(file)
     with _indexer(url) as client:
         client.create(design, body)
     print_line(f"created {design}")
+
+
+def _read_design(file: str) -> bytes:
+    """A design document in a file, or on standard input."""
+    if file == "-":
+        text = read_standard_input()
+    else:
+        with Path(file).open("rb") as opened:
+            text = opened.read(_DESIGN_BYTES_MAX + 1)
+    if len(text) > _DESIGN_BYTES_MAX:
+        raise BadInputError(
+            f"{'standard input' if file == '-' else file} has more than {_DESIGN_BYTES_MAX:,} "
+            "bytes, the limit of a design document; is it the right file?"
+        )
+    return text
 
 
 def _design(
@@ -162,8 +182,9 @@ def _definitions(kind: str, texts: tuple[str, ...]) -> Iterator[tuple[str, str]]
     names: set[str] = set()
     for text in texts:
         name, equals, expressions = text.partition("=")
-        if not equals:
-            raise click.UsageError(f"--{kind} {text!r} lacks a name; write NAME=EXPRESSION")
+        if not (name and equals and expressions):
+            missing_part = "an expression" if name and equals else "a name"
+            raise click.UsageError(f"--{kind} {text!r} lacks {missing_part}; write NAME=EXPRESSION")
         if name in names:
             raise click.UsageError(f"the {kind} {name!r} is defined twice; leave out one of them")
         names.add(name)
@@ -199,6 +220,11 @@ def split_expressions(text: str) -> list[str]:
 @_indexer_option
 def drop(design: str, url: str) -> None:
     """Delete the design document DESIGN and its indexes."""
+    if "/" in design:
+        raise click.UsageError(
+            f"{design!r} names an index, and a design is dropped with all its indexes: give the "
+            "design alone; to drop one index, create the design again without it"
+        )
     with _indexer(url) as client:
         client.drop(design)
     print_line(f"dropped {design}")
@@ -304,24 +330,39 @@ def _key_parts(text: str) -> list[Any]:
                 f"{text!r} is not JSON: {error}; write a JSON value, or a list of them"
             ) from error
         value = text  # a word without quotes, as people write it in a shell
-    if isinstance(value, dict):
+    if _has_object(value):
+        verb = "is" if isinstance(value, dict) else "has"
         raise click.BadParameter(
-            f"{text!r} is an object, and a key cannot be one; write a string, a number, true, "
-            "false, null or a list"
+            f"{text!r} {verb} an object, and a key cannot; write strings, numbers, true, false, "
+            "null and lists of these"
         )
     return value if isinstance(value, list) else [value]
 
 
+def _has_object(value: object) -> bool:
+    values = [value]
+    while values:
+        value = values.pop()
+        if isinstance(value, dict):
+            return True
+        if isinstance(value, list):
+            values += value
+    return False
+
+
 def _parse_change(text: str) -> WriteResult:
-    try:
-        partition, history_id, seq = text.split(":")
-        return WriteResult(
-            PartitionId(int(partition)), HistoryId(int(history_id, 16)), SeqNo(int(seq)), Cas(0)
-        )
-    except ValueError as error:
+    change = _CHANGE.fullmatch(text)
+    if change is None or int(change[1]) >= PARTITIONS_END:
         raise click.BadParameter(
-            f"{text!r} is not a change; write PARTITION:HISTORY:NUMBER, HISTORY in hexadecimal"
-        ) from error
+            f"{text!r} is not a change; write PARTITION:HISTORY:NUMBER, PARTITION below "
+            f"{PARTITIONS_END}, HISTORY in hexadecimal"
+        )
+    return WriteResult(
+        PartitionId(int(change[1])),
+        HistoryId(int(change[2], 16)),
+        SeqNo(int(change[3])),
+        Cas(0),
+    )
 
 
 @index.command(cls=SecurityCommand)
@@ -448,7 +489,7 @@ def scan(
     }
     summary_options: dict[str, Any] = {"count": count, "min_key": min_key, "max_key": max_key}
     page_limit = min(limit or _ENTRIES_MAX, _ENTRIES_MAX)
-    with _indexer(url) as client:
+    with _indexer(url) as client, _options_in_errors(len(prefixes), len(ranges)):
         if explain:
             explanation = client.explain(
                 name,
@@ -467,6 +508,22 @@ def scan(
         with closing(entries):
             for entry in islice(entries, limit):
                 print_json(entry)
+
+
+@contextmanager
+def _options_in_errors(prefixes: int, ranges: int) -> Iterator[None]:
+    """Names the option in an error about one of the ranges, which are so many of --prefix, so many
+    of --range, and one of --from and --to."""
+    try:
+        yield
+    except IndexerError as error:
+        field = _RANGE_FIELD.match(str(error))
+        if field is None:
+            raise
+        option = {"prefix": "--prefix", "low": "--from", "high": "--to"}[field[2]]
+        if prefixes <= int(field[1]) < prefixes + ranges:
+            option = "--range"
+        raise BadInputError(f"{option}: {str(error)[field.end() :]}") from error
 
 
 def _consistency(

@@ -39,6 +39,9 @@ NODES_MAX: Final = 64
 """How many nodes a client knows of at most. Otherwise a node that names others without end would
 make it ask all of them."""
 
+DEPTH_MAX: Final = 100
+"""How deep lists in a key are looked through. The indexer takes fewer."""
+
 _OTHER_NODE_CODES: Final = frozenset({"slice_missing", "not_my_slice"})
 """Codes of errors that another node may not have."""
 
@@ -466,12 +469,14 @@ def _is_pair(bound: Bound) -> bool:
     )
 
 
-def _check_key(place: str, value: object) -> None:
+def _check_key(place: str, value: object, depth: int = 0) -> None:
     """Refuses values that JSON does not have. Encoded as JSON, infinity and NaN would become null,
     and bytes, decimals and times would become strings: the scan would select something else."""
     if isinstance(value, list | tuple):
+        if depth == DEPTH_MAX:
+            raise IndexerError("bad_query", f"{place}: such deep lists cannot be keys", place)
         for element in value:
-            _check_key(place, element)
+            _check_key(place, element, depth + 1)
     elif not (value is None or isinstance(value, bool | int | float | str)) or (
         isinstance(value, float) and not math.isfinite(value)
     ):

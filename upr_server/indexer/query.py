@@ -390,7 +390,7 @@ def _size_of(key: list[Any], size_max: int) -> tuple[int, int]:
 
 
 def _too_many_parts(count: int, part_count: int) -> str:
-    return f"{count} parts; keys of this index have {part_count}"
+    return f"{count} parts are too many: keys of this index have {part_count}"
 
 
 def readable_key(key: bytes) -> tuple[str, str]:

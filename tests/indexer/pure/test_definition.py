@@ -60,6 +60,16 @@ def test_a_design_has_a_bounded_number_of_indexes() -> None:
         ('{"indexes": {"a": {"key": ["x", 1]}}}', "indexes.a.key[1]", "str"),
         ('{"indexes": {"a": {"key": ["x", "y..z"]}}}', "indexes.a.key[1]", "column 3: unexpected"),
         ('{"indexes": {"a": {"key": ["x["]}}}', "indexes.a.key[0]", "column 3: the expression"),
+        (
+            '{"indexes": {"a": {"key": ["x-y"]}}}',
+            "indexes.a.key[0]",
+            "column 2: Unknown token '-'; write a name with a - in double quotes",
+        ),
+        (
+            '{"indexes": {"a": {"key": ["x"], "filter": "x > 5"}}}',
+            "indexes.a.filter",
+            "column 5: unexpected 5; write a number between backticks",
+        ),
         ('{"indexes": {"a": {"key": [""]}}}', "indexes.a.key[0]", "empty"),
         (
             '{"indexes": {"a": {"key": ["x"], "filter": "x && nope(x)"}}}',

@@ -150,8 +150,10 @@ def _reason(error: exceptions.ParseError) -> str:
     if isinstance(error, exceptions.IncompleteExpressionError):
         return "the expression ends too early"
     if isinstance(error, exceptions.LexerError):
-        return str(error.message)
-    return f"unexpected {error.token_value!r}"
+        hint = "; write a name with a - in double quotes" if error.token_value == "-" else ""
+        return f"{error.message}{hint}"
+    hint = "; write a number between backticks" if error.token_type.lower() == "number" else ""
+    return f"unexpected {error.token_value!r}{hint}"
 
 
 def _calls(node: dict[str, Any], depth: int) -> Iterator[tuple[str, int]]:
