@@ -11,7 +11,7 @@ import pytest
 import trio
 import trio.testing
 
-from tests.server.test_bucket_disk import batch
+from tests.server.set_batches import batch
 from upr_protocol.bucket_event import EventFilter
 from upr_protocol.chunk import Chunk, Mutation
 from upr_protocol.client import connect, consume

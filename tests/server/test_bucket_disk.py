@@ -22,6 +22,7 @@ from tests.kit.steps import LargestStep
 from tests.server.connected_peer import P0, sets
 from tests.server.modelled_partition import INDEXED_S, HeldReads, a_partition
 from tests.server.served_bucket import BUCKET, PERSISTED, answer_to, log_of, send, serving, speaking
+from tests.server.set_batches import batch
 from tests.storage.full_disk import FullDisk
 from upr_protocol.chunk import Chunk, Mutation
 from upr_protocol.errors import Status
@@ -61,15 +62,6 @@ from upr_server.storage.simulated_disk import SimulatedDisk
 
 NOW: Final = 1000.0
 LONG_S: Final = 1e6
-
-
-def batch(first: int, count: int, *, expiry: int = 0, nbytes: int = 100) -> Chunk:
-    """A batch that sets so many items."""
-    rows = [
-        Mutation(Operation.SET, b"%d" % index, bytes(nbytes), expiry=expiry)
-        for index in range(first, first + count)
-    ]
-    return Chunk.build(rows, SeqNo(0), SeqNo(0))
 
 
 class _WithoutDelay(HeldStore):

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from tests.fuzz.mending import mended_frames
 from tests.kit.audit_notes import AuditNotes
 from tests.kit.effort import effort
-from tests.protocol.test_rights import GRANTS, KEYS, allows_all, allows_key
+from tests.protocol.grants import GRANTS, KEYS, allows_all, allows_key
 from tests.server.connected_peer import P0, Peer, connected, make_server, sets
 from tests.server.granted_peer import ADMIN, OWN, USER, access_of, logged_in, revoke, sample
 from tests.server.users import USERS, VERIFIER, address_of, server_with_users

@@ -12,7 +12,7 @@ import trio.testing
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.protocol.test_rights import BUCKETS, GRANTS, users_with
+from tests.protocol.grants import BUCKETS, GRANTS, users_with
 from upr_protocol.users import (
     EVERYTHING,
     NO_RIGHTS,
