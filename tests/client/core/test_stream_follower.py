@@ -26,7 +26,7 @@ from upr_protocol.failover import FailoverLog
 from upr_protocol.ids import PartitionId
 from upr_protocol.limits import OPEN_BARRIERS_MAX, WINDOW_BYTES_MIN
 from upr_protocol.session import ClientSession
-from upr_protocol.wire import Message, Stream
+from upr_protocol.wire import Message, Stream, StreamEnd
 
 PARTITIONS = 3
 NOW = 0.0
@@ -338,3 +338,15 @@ def test_a_partition_that_came_back_is_asked_for_again_after_its_old_stream_has_
     machine.server.put(key_in(0, PARTITIONS), b"v")
     machine.exchange(5)
     assert machine.complete[0] == 1
+
+
+def test_a_barrier_returns_when_the_last_stream_ends_that_it_has_not_passed() -> None:
+    machine = Machine()
+    machine.connect()
+    machine.exchange(5)
+    barriers = machine.state.barriers
+    barriers.open_barrier(b"a barrier")
+    barriers.add_passed(b"a barrier", [PartitionId(1), PartitionId(2)], {})
+    end = StreamEnd(partition=PartitionId(0), opaque=1, status=Status.END_REACHED)
+    deliveries = machine.follower.receive(end)
+    assert BarrierReached(b"a barrier", {}) in [delivery.event for delivery in deliveries]

@@ -413,6 +413,18 @@ def test_a_lost_connection_behind_a_refusal_for_good_has_a_task_send_nothing_aga
     assert other.refusal is (Status.NOT_ALLOWED if not refused else None)
 
 
+def test_a_partition_that_moves_while_it_waits_to_send_again_is_left_to_its_new_node() -> None:
+    """If both nodes sent its batches, one could arrive before those that come before it."""
+    publishing = Publishing(PublishOptions())
+    publishing.add(0, 1)
+    assert publishing.sent_runs(0.0) == [[0]]
+    publishing.refuse(publishing.bundles[0], Status.TEMPORARY_FAILURE)
+    assert publishing.node.send_at is not None
+    publishing._batches.place(PartitionId(0), publishing._batches.new_node())
+    assert publishing.node.send_at is None
+    assert publishing.sent_runs(99.0) == []
+
+
 def test_a_bundle_takes_batches_up_to_twice_what_fills_it() -> None:
     publishing = Publishing(PublishOptions(in_flight=1, linger_s=0.005))
     for partition in range(5):
