@@ -82,6 +82,12 @@ def test_what_no_server_takes_is_not_added(key: bytes, value: bytes, status: Sta
     assert len(batcher) == 0
 
 
+def test_the_longest_key_and_value_that_a_server_takes_are_added() -> None:
+    batcher = Batcher(4, BatchLimits())
+    batcher.add(0.0, Operation.SET, bytes(250), bytes(20 * 1024 * 1024))
+    assert len(batcher) == 1
+
+
 @pytest.mark.parametrize(
     "wrong", [{"cas": -1}, {"cas": 1 << 64}, {"flags": 1 << 32}, {"expiry": 1.5}, {"value": {}}]
 )
