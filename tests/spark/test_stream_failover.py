@@ -310,6 +310,24 @@ def test_a_batch_that_is_not_whole_any_more_is_not_read() -> None:
     assert ranges_of(tasks) == [(0, 0, 5, None)]  # type: ignore[arg-type]
 
 
+def test_a_stream_that_rewinds_goes_on_with_the_options_that_the_error_names() -> None:
+    driver = ModelDriverClient(1)
+    for key in (0, 1, 0, 1, 2):
+        driver.write(0, key)
+    driver.flush(0)
+    reader = reader_of(driver, onRollback="rewind")
+    initial = reader.initialOffset()
+    end = reader.latestOffset(initial, ReadAllAvailable())
+    driver.let_leases_lapse()
+    driver.compact(0)
+    # To set failOnDataLoss alone would be refused.
+    with pytest.raises(PipelineError, match="set onRollback=marker and failOnDataLoss=false to"):
+        reader.partitions(initial, end)
+    reader = reader_of(driver, onRollback="marker", failOnDataLoss="false")
+    tasks = list(reader.partitions(initial, end))
+    assert ranges_of(tasks) == [(0, 0, 5, None)]  # type: ignore[arg-type]
+
+
 def test_a_batch_of_which_another_node_has_become_active_is_not_read() -> None:
     """The lease is there for the other partitions. So nothing refuses to renew it, and without a
     look at its ranges each task would fail, each time that the query is started."""

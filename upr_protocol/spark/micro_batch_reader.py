@@ -294,14 +294,16 @@ class MicroBatchReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         if error.status is not Status.RANGE_GONE:
             raise as_pipeline_error(error, self._options.address) from error
         if self._options.fails_on_data_loss:
+            # With onRollback=rewind no batch may lack rows.
+            marker = "onRollback=marker and " if self._options.rewinds else ""
             raise PipelineError(
                 "UPR_RANGE_GONE",
                 f"{self._options.address}: Spark reads a batch whose lease does not hold all of "
                 "its changes any more. The query stood still for longer than its lease of "
                 f"{self._options.lease_s} s (leaseSeconds), and compaction has removed some; or "
                 "another node has become active for a partition. The server still has the newest "
-                "version of every key: set failOnDataLoss=false to continue without the older "
-                "ones, or begin with a new checkpoint",
+                f"version of every key: set {marker}failOnDataLoss=false to continue without the "
+                "older ones, or begin with a new checkpoint",
             ) from error
         bounds = [(range_.partition, range_.start, range_.end) for range_ in ranges]
         # A node that has become active may have the newest of it in memory alone.
