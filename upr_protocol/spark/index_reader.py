@@ -85,7 +85,7 @@ class IndexReader(DataSourceReader):
             PipelineError: It does not.
         """
         query = self._query
-        patience = _Patience(self._options.timeout_s)
+        retries = _Retries(self._options.timeout_s)
         with (
             _named_errors(query, self._options),
             IndexClient(query.indexer, query.security) as indexes,
@@ -95,7 +95,7 @@ class IndexReader(DataSourceReader):
                     indexes.scan(query.name, limit=1, **query.range)
                     return [InputPartition(0)]
                 except (BrokenError, IndexerError) as error:
-                    patience.wait_after(error)
+                    retries.wait_after(error)
 
     def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:  # noqa: ARG002
         """The rows, in the order of the index."""
@@ -132,7 +132,7 @@ def _named_errors(query: IndexQuery, options: ReadOptions) -> Iterator[None]:
         raise as_pipeline_error(error, options.address) from error
 
 
-class _Patience:
+class _Retries:
     """Waits between two questions to an indexer that is away, starting, building the index, or
     overloaded.
 
@@ -142,7 +142,7 @@ class _Patience:
 
     def __init__(self, timeout_s: int) -> None:
         self._timeout_s = timeout_s
-        self._retries = RetryState(timeout_s, random.random)
+        self._state = RetryState(timeout_s, random.random)
         self._is_logged = False
 
     def wait_after(self, error: BrokenError | IndexerError) -> None:
@@ -156,7 +156,7 @@ class _Patience:
         if isinstance(error, IndexerError) and error.retry_after_s:
             failure = BrokenError(str(error))
         try:
-            wait_s = self._retries.wait_after_failure_s(failure, time.monotonic())
+            wait_s = self._state.wait_after_failure_s(failure, time.monotonic())
         except UprError:
             raise error from None
         if wait_s >= SILENT_WAIT_S and not self._is_logged:
@@ -168,7 +168,7 @@ class _Patience:
 def _entries(query: IndexQuery, options: ReadOptions, rows: _Rows) -> Iterator[IndexEntry]:
     """The entries. An indexer that is away or not ready is asked again until the time is over; but
     not when it has given some, because a later answer would be of another moment."""
-    patience = _Patience(options.timeout_s)
+    retries = _Retries(options.timeout_s)
     has_begun = False
     while True:
         try:
@@ -178,7 +178,7 @@ def _entries(query: IndexQuery, options: ReadOptions, rows: _Rows) -> Iterator[I
         except (BrokenError, IndexerError) as error:
             if has_begun:
                 raise
-            patience.wait_after(error)
+            retries.wait_after(error)
         else:
             return
 
