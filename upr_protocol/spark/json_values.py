@@ -89,8 +89,8 @@ class ValueParser:
         """
         rows = [self._one(value) for value in values.to_pylist()]
         structs = pa.array(rows, kind)
-        if _has_foreign_year(structs):
-            rows = [None if _has_foreign_year(pa.array([row], kind)) else row for row in rows]
+        if _has_year_out_of_range(structs):
+            rows = [None if _has_year_out_of_range(pa.array([row], kind)) else row for row in rows]
             structs = pa.array(rows, kind)
         return structs
 
@@ -122,7 +122,7 @@ def _with_floats(value: Any, kind: DataType) -> Any:
     return float(value) if is_word else value
 
 
-def _has_foreign_year(column: pa.Array) -> bool:
+def _has_year_out_of_range(column: pa.Array) -> bool:
     """Whether a column, or one that it is made of, has a timestamp that no `datetime` in UTC can
     be: its year is 0 or 10000 there. Whoever collects it would get an error instead of the rows."""
     if pa.types.is_timestamp(column.type):
@@ -131,9 +131,9 @@ def _has_foreign_year(column: pa.Array) -> bool:
         return least is not None and not _FIRST_US <= least <= most <= _LAST_US
     if pa.types.is_struct(column.type):
         return any(
-            _has_foreign_year(column.field(index)) for index in range(column.type.num_fields)
+            _has_year_out_of_range(column.field(index)) for index in range(column.type.num_fields)
         )
-    return pa.types.is_list(column.type) and _has_foreign_year(column.values)
+    return pa.types.is_list(column.type) and _has_year_out_of_range(column.values)
 
 
 def parser_of(schema: types.StructType) -> ValueParser | None:
