@@ -65,6 +65,7 @@ class Sphinx(Protocol):
 def setup(app: Sphinx) -> None:
     """Called by Sphinx."""
     app.connect("source-read", _make_pages_of_links)
+    app.connect("autodoc-skip-member", _skip_tuple_fields)
 
 
 def _make_pages_of_links(_app: Sphinx, name: str, source: list[str]) -> None:
@@ -77,3 +78,11 @@ def _make_pages_of_links(_app: Sphinx, name: str, source: list[str]) -> None:
     for link, page in ("adr/", "adr/index.md"), ("LICENSE", LICENSE_URL):
         text = text.replace(f"]({link})", f"]({page})")
     source[0] = text
+
+
+def _skip_tuple_fields(
+    _app: Sphinx, _what: str, _name: str, member: object, skip: bool, _options: object
+) -> bool:
+    """Leaves out the fields of named tuples: the docstrings of the classes have them, and a field
+    that is described twice is an error."""
+    return skip or type(member).__name__ == "_tuplegetter"

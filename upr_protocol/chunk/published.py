@@ -13,7 +13,7 @@ _SET: Final = bytes((Operation.SET,))
 
 
 def chunk_of_plain_sets(keys: Sequence[bytes], values: Sequence[bytes]) -> Chunk:
-    """A published chunk of plain `SET`s: without flags, expiry or expected CAS.
+    """A published chunk of plain sets: each a `SET` without flags, expiry or expected CAS.
 
     Args:
         keys: The keys.
