@@ -12,6 +12,7 @@ import trio
 
 from tests.kit.fake_cluster import FakeCluster
 from tests.kit.fake_server import BUCKET, FakeServer
+from tests.kit.placed_keys import key_in
 from tests.kit.process import eventually
 from upr_protocol.errors import Status
 from upr_protocol.ids import (
@@ -28,6 +29,7 @@ from upr_protocol.wire import (
 from upr_server.app import Server, running_server
 from upr_server.config import ServerConfig
 from upr_server.engine import MutateResult, Partition
+from upr_server.engine.snapshots.collapse import SHORT_RUN_BYTES_MAX
 from upr_server.runtime import System
 from upr_server.storage.calls import (
     Commit,
@@ -146,6 +148,14 @@ class Replica:
             lambda: self.partition.high_seq == self.source.partitions[PARTITION].high,
             "the disk has everything",
         )
+
+    async def receive_snapshots(self, count: int) -> None:
+        """Has the replica receive snapshots, and persist each before the next comes. They are too
+        large to be joined."""
+        for _ in range(count):
+            key = key_in(PARTITION, len(self.disk.bucket.partitions))
+            self.source.put(key, bytes(SHORT_RUN_BYTES_MAX))
+            await self.persist()
 
     async def lose(self, end: int) -> None:
         """The source begins a new history at `end`, and loses what is above it."""

@@ -29,7 +29,6 @@ from upr_protocol.partition_map import Assignment
 from upr_protocol.wire import (
     Stream,
 )
-from upr_server.engine.snapshots.collapse import SHORT_RUN_BYTES_MAX
 from upr_server.storage.online.maintenance import REST_S
 from upr_server.storage.records import (
     CLEAN_STOP,
@@ -149,9 +148,7 @@ async def test_a_rollback_that_meets_a_damaged_record_refuses_its_partition_alon
     async with replica(partition_count=2) as follower:
         await follower.assign(*[Assignment("a", {"b": ""})] * 2)
         source = follower.source
-        for _ in range(3):
-            source.put(key_in(PARTITION, 2), bytes(SHORT_RUN_BYTES_MAX))
-            await follower.persist()
+        await follower.receive_snapshots(3)
         log, _ = follower.store.directory.disks[BUCKET]
         key = partition_key(kind, PARTITION)
         if kind == FLOOR:

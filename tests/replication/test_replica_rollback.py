@@ -66,10 +66,7 @@ async def test_a_damaged_chunk_holds_up_no_rollback(autojump_clock: MockClock) -
     async with replica(partition_count=2) as follower:
         await follower.assign(*[Assignment("a", {"b": ""})] * 2)
         source = follower.source
-        for _ in range(3):
-            # The snapshots are too large to be joined.
-            source.put(key_in(PARTITION, 2), bytes(SHORT_RUN_BYTES_MAX))
-            await follower.persist()
+        await follower.receive_snapshots(3)
         log, _ = follower.store.directory.disks[BUCKET]
         log.flip_bit(chunk_key(PARTITION, 2), 0)
         await follower.lose(2)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import pairwise
+from typing import Any
 
 import attrs
 import pytest
@@ -25,6 +26,12 @@ from upr_protocol.spark.micro_batch_reader import MicroBatchReader
 from upr_protocol.spark.offset import PartitionOffset
 from upr_protocol.spark.partition_rollback import BATCH_ENDS_MAX, with_batch_end
 from upr_protocol.spark.schema import READ_COLUMNS
+
+
+def _next_ranges(reader: MicroBatchReader, start: Any) -> list[Any]:
+    """What the batch after `start` reads."""
+    end = reader.latestOffset(start, ReadAllAvailable())
+    return ranges_of(list(reader.partitions(start, end)))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -62,8 +69,7 @@ def test_a_rewind_does_not_go_to_an_end_that_was_reached_with_other_options() ->
     reader = reader_of(driver, onRollback="rewind")
     start = reader.latestOffset(start, ReadAllAvailable())
     driver.fail_over(0, 15)
-    tasks = reader.partitions(start, reader.latestOffset(start, ReadAllAvailable()))
-    assert ranges_of(list(tasks)) == [(0, 0, 15, 20)]  # type: ignore[arg-type]
+    assert _next_ranges(reader, start) == [(0, 0, 15, 20)]
 
 
 def test_a_rewind_does_not_go_to_the_end_of_a_snapshot_that_other_options_went_on_with() -> None:
@@ -77,8 +83,7 @@ def test_a_rewind_does_not_go_to_the_end_of_a_snapshot_that_other_options_went_o
     reader = reader_of(driver, onRollback="rewind")
     start = reader.latestOffset(start, ReadAllAvailable())
     driver.fail_over(0, 15)
-    tasks = reader.partitions(start, reader.latestOffset(start, ReadAllAvailable()))
-    assert ranges_of(list(tasks)) == [(0, 0, 15, 20)]  # type: ignore[arg-type]
+    assert _next_ranges(reader, start) == [(0, 0, 15, 20)]
 
 
 def test_a_rewind_does_not_go_into_a_snapshot_that_was_left() -> None:
@@ -91,8 +96,7 @@ def test_a_rewind_does_not_go_into_a_snapshot_that_was_left() -> None:
     reader = reader_of(driver, onRollback="rewind")
     start = reader.latestOffset(start, ReadAllAvailable())
     driver.fail_over(0, 8)
-    tasks = list(reader.partitions(start, reader.latestOffset(start, ReadAllAvailable())))
-    assert ranges_of(tasks)[0] == (0, 0, 8, 10)  # type: ignore[arg-type]
+    assert _next_ranges(reader, start)[0] == (0, 0, 8, 10)
 
 
 @pytest.mark.parametrize("options", [{"stability": "any"}, {"failOnDataLoss": "false"}])

@@ -19,7 +19,13 @@ from upr_protocol.cli.output import print_json, print_line, print_table
 from upr_protocol.cli.parameters import json_option, number_type
 from upr_protocol.cli.security_options import SecurityCommand, security_of
 from upr_protocol.cli.standard_input import read_standard_input
-from upr_protocol.client import IndexClient, IndexerError, IndexRange, WriteResult
+from upr_protocol.client import (
+    DESIGN_BYTES_MAX,
+    IndexClient,
+    IndexerError,
+    IndexRange,
+    WriteResult,
+)
 from upr_protocol.ids import PARTITIONS_END, Cas, HistoryId, PartitionId, SeqNo
 
 INDEXER_URL_VARIABLE: Final = "UPR_INDEXER_URL"
@@ -30,9 +36,6 @@ _BAD_INPUTS: Final = frozenset({"bad_definition", "bad_query"})
 
 _ENTRIES_MAX: Final = 10_000
 """The most entries of one answer."""
-
-_DESIGN_BYTES_MAX: Final = 1024 * 1024
-"""The longest design document."""
 
 _CHANGE: Final = re.compile(r"(\d{1,4}):([0-9a-fA-F]{1,16}):(\d{1,18})", re.ASCII)
 
@@ -148,11 +151,11 @@ def _read_design(file: str) -> bytes:
     if file == "-":
         text = read_standard_input()
     else:
-        with Path(file).open("rb") as opened:
-            text = opened.read(_DESIGN_BYTES_MAX + 1)
-    if len(text) > _DESIGN_BYTES_MAX:
+        with Path(file).open("rb") as stream:
+            text = stream.read(DESIGN_BYTES_MAX + 1)
+    if len(text) > DESIGN_BYTES_MAX:
         raise BadInputError(
-            f"{'standard input' if file == '-' else file} has more than {_DESIGN_BYTES_MAX:,} "
+            f"{'standard input' if file == '-' else file} has more than {DESIGN_BYTES_MAX:,} "
             "bytes, the limit of a design document; is it the right file?"
         )
     return text

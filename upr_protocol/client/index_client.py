@@ -35,6 +35,9 @@ ANSWER_SLACK_S: Final = 30.0
 NODE_SLACK_S: Final = 5.0
 """How much longer, where another node can be asked then."""
 
+DESIGN_BYTES_MAX: Final = 1024 * 1024
+"""The longest design document that an indexer takes."""
+
 NODES_MAX: Final = 64
 """How many nodes a client knows of at most. Otherwise a node that names others without end would
 make it ask all of them."""

@@ -19,6 +19,7 @@ from starlette.routing import Route, WebSocketRoute
 from starlette.types import Receive, Scope, Send
 from starlette.websockets import WebSocket
 
+from upr_protocol.client import DESIGN_BYTES_MAX
 from upr_protocol.concurrency import background_nursery
 from upr_protocol.errors import BrokenError, ServerError, Status, UprError
 from upr_protocol.users import Right
@@ -51,9 +52,6 @@ from upr_server.indexer.web_socket import accept_web_socket, refuse_web_socket
 from upr_server.runtime import network_of
 
 log = structlog.get_logger(__name__)
-
-DESIGN_BODY_BYTES_MAX: Final = 1024 * 1024
-"""The longest body of a request that writes a design document."""
 
 QUERY_BODY_BYTES_MAX: Final = 256 * 1024
 """The longest query: room for the newest change of each partition three times, or for a thousand
@@ -232,7 +230,7 @@ class _Handlers:
 
     async def create(self, request: Request) -> Response:
         name = request.path_params["design"]
-        text = await _body(request, DESIGN_BODY_BYTES_MAX)
+        text = await _body(request, DESIGN_BYTES_MAX)
         design = await self._designs.create(name, text, request.state.bucket)
         return _json(design)
 

@@ -150,7 +150,7 @@ class _JoinSink:
     def write_batch(self, batch: DataFrame, _batch_id: int) -> None:
         """Writes what concerns the keys of a batch, which has the columns `is_left` and `key`."""
         changed = batch.select("is_left", "key").distinct()
-        with _persisted(changed):
+        with _keep_computed(changed):
             try:
                 while not self._write_once(changed):
                     pass
@@ -163,11 +163,11 @@ class _JoinSink:
         left.history.begin_lookup()
         right.history.begin_lookup()
         items = left.items(self._keys_to_write(changed))
-        with _persisted(items):
+        with _keep_computed(items):
             partners = items.where("is_there").select(self._partner_key.alias("key")).distinct()
             partners = right.items(partners.where(_CAN_BE_KEY))
             rows = _join_items(items, partners, self._partner_key)
-            with _persisted(rows):
+            with _keep_computed(rows):
                 rows.count()
                 # What was read may be in memory alone: nothing is written that a crash undoes.
                 if not (left.history.finish_lookup() and right.history.finish_lookup()):
@@ -187,8 +187,8 @@ class _JoinSink:
 
 
 @contextmanager
-def _persisted(rows: DataFrame) -> Iterator[None]:
-    """Has Spark keep `rows` once they are computed, for as long as the context."""
+def _keep_computed(rows: DataFrame) -> Iterator[None]:
+    """Has Spark keep `rows`, once they are computed, for as long as the context."""
     rows.persist()
     try:
         yield
